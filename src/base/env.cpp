@@ -20,7 +20,7 @@ std::optional<int64_t> env_int(const char* name) {
   int64_t number = 0;
   const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), number);
   if (error != std::errc() || end != value->data() + value->size())
-    throw InvalidArgument(text("the environment variable ", name, " is '", *value, "', not a whole number"),
+    throw InvalidArgument(text("the environment variable ", name, ": expected a whole number, got '", *value, "'"),
                           text("Set ", name, " to a number or unset it"));
   return number;
 }

@@ -207,7 +207,7 @@ class StringItem final : public Item {
     const at::Tensor& saved = entries[0].tensor;
     if (saved.scalar_type() != at::kByte || saved.dim() != 1)
       throw InvalidArgument(
-          text("'", entries[0].full_name(), "' is ", shape_of(saved), " in the snapshot, and a string here"),
+          text("'", entries[0].full_name(), "' in the snapshot: expected a string, as here, got ", shape_of(saved)),
           kSameProgram);
   }
   void load(const Entries& entries) override {

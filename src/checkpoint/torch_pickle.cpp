@@ -227,7 +227,7 @@ class TensorUnpickler : public Unpickler {
       const auto* const name = std::get_if<std::string_view>(&key);
       if (!name)
         throw InvalidArgument(
-            text(this->name(), " has a dictionary whose keys are not strings, but ", pickled::words_for(key)));
+            text("the keys of a dictionary in ", this->name(), ": expected strings, got ", pickled::words_for(key)));
       name_bytes_ += prefix + 1 + name->size();
       if (name_bytes_ > kMostNameBytes)
         throw CorruptError(text(this->name(), " has names of more than ", kMostNameBytes, " bytes together"));

@@ -284,7 +284,7 @@ void Unpickler::refuse_instruction(uint8_t code) {
     case 'g':
     case 'l':
     case 'p':
-      throw InvalidArgument(text(name_, " has a pickle of protocol 0 or 1, and 2 to 5 are read"),
+      throw InvalidArgument(text(name_, ": expected a pickle of protocol 2 to 5, got 0 or 1"),
                             "Save it without pickle_protocol");
     default:
       fail("it has the instruction ", int{code}, ", which makes no data");

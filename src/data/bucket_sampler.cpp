@@ -24,10 +24,11 @@ void check_limits(const DistributedBucketSamplerOptions& options) {
   if (!options.batch_size && !options.max_tokens)
     throw InvalidArgument(text(kBucketSampler, ": batches have no limit"), "Set batch_size, max_tokens or both");
   if (options.batch_size && *options.batch_size < 1)
-    throw InvalidArgument(text(kBucketSampler, ": batch_size must be at least 1, got 0"));
+    throw InvalidArgument(text(kBucketSampler, ": batch_size: expected 1 or more, got 0"));
   if (options.max_tokens && *options.max_tokens < 1)
-    throw InvalidArgument(text(kBucketSampler, ": max_tokens must be at least 1, got ", *options.max_tokens));
-  if (options.bucket_batches < 1) throw InvalidArgument(text(kBucketSampler, ": bucket_batches must be at least 1"));
+    throw InvalidArgument(text(kBucketSampler, ": max_tokens: expected 1 or more, got ", *options.max_tokens));
+  if (options.bucket_batches < 1)
+    throw InvalidArgument(text(kBucketSampler, ": bucket_batches: expected 1 or more, got 0"));
 }
 
 // A permutation of 0 … size - 1, or these numbers in their order without a generator.
@@ -56,11 +57,11 @@ LengthBuckets::LengthBuckets(const std::vector<int64_t>& lengths, const Distribu
   const int64_t longest = options.max_tokens.value_or(std::numeric_limits<int64_t>::max());
   for (size_t i = 0; i < lengths.size(); ++i) {
     if (lengths[i] < 0 || lengths[i] > longest) {
-      throw InvalidArgument(
-          text(kBucketSampler, ": sample ", i, " has length ", lengths[i],
-               lengths[i] < 0 ? std::string(", and lengths are at least 0")
-                              : text(", which is more than the ", longest, " tokens that a batch may have")),
-          "Leave the sample out, or cut it");
+      throw InvalidArgument(text(kBucketSampler, ": the length of sample ", i, ": expected ",
+                                 lengths[i] < 0 ? std::string("0 or more")
+                                                : text("at most the ", longest, " tokens that a batch may have"),
+                                 ", got ", lengths[i]),
+                            "Leave the sample out, or cut it");
     }
   }
   std::iota(sorted_.begin(), sorted_.end(), size_t{0});

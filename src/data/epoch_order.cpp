@@ -32,8 +32,9 @@ uint64_t EpochOrder::epoch() const {
 void EpochOrder::seek(uint64_t epoch, size_t index) {
   const std::scoped_lock lock(mutex_);
   if (const size_t size = settings_.share.size(items()); index > size) {
-    throw InvalidArgument(text(settings_.type, ": cannot seek to ", settings_.item, " ", index, " of ", size),
-                          "Seek to at most the end of this rank's part of the epoch");
+    throw InvalidArgument(
+        text(settings_.type, ": position: expected at most ", size, " ", settings_.item, "s, got ", index),
+        "Seek to at most the end of this rank's part of the epoch");
   }
   position_.resume(epoch, index);
 }
@@ -64,14 +65,15 @@ void EpochOrder::reset(std::optional<size_t> new_size) {
   const std::scoped_lock lock(mutex_);
   const size_t size = new_size.value_or(settings_.dataset_size);
   if (size != settings_.dataset_size && settings_.items) {
-    throw InvalidArgument(text(settings_.type, ": made for ", settings_.dataset_size, " samples, and reset for ", size),
+    throw InvalidArgument(text(settings_.type, ": reset(): expected ", settings_.dataset_size,
+                               " samples, as it was made for, got ", size),
                           "Make a sampler for the new dataset");
   }
   begin(size);
 }
 
 std::optional<std::vector<size_t>> EpochOrder::next(size_t count, const Convert& convert) {
-  if (count == 0) throw InvalidArgument(text(settings_.type, ": the batch size must be at least 1, got 0"));
+  if (count == 0) throw InvalidArgument(text(settings_.type, ": the batch size: expected 1 or more, got 0"));
   const std::scoped_lock lock(mutex_);
   if (!position_.begun()) begin(settings_.dataset_size);
   const size_t size = settings_.share.size(items());

@@ -67,8 +67,9 @@ EpochPosition::Saved EpochPosition::read(torch::serialize::InputArchive& archive
   for (const auto& [name, value] : identity) {
     if (c10::IValue any; name == kNamesOfShards && !archive.try_read(name, any)) continue;  // older archives lack it
     if (const auto saved = read_position_number(archive, names.type, name); saved != value) {
-      throw InvalidArgument(text("the saved ", names.type, " has ", name, " ", saved, ", this one ", value),
-                            "A position in an epoch can only be resumed with the same dataset and options");
+      throw InvalidArgument(
+          text("the saved ", names.type, ": expected ", name, " ", value, ", as this one has, got ", saved),
+          "A position in an epoch can only be resumed with the same dataset and options");
     }
   }
   const auto epoch = read_position_number(archive, names.type, "epoch");

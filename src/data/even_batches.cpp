@@ -7,7 +7,7 @@
 namespace muster::data {
 
 void check_even_batches(const EvenBatchesOptions& options) {
-  if (options.every == 0) throw InvalidArgument("even_batches: every must be at least 1, got 0");
+  if (options.every == 0) throw InvalidArgument("even_batches: every: expected 1 or more, got 0");
 }
 
 size_t least_of_all(size_t count, const EvenBatchesOptions& options) {

@@ -57,7 +57,8 @@ struct Before {
 Before open(const std::string& file, const LedgerOptions& options, UniqueFd& fd) {
   if (options.training.empty() || options.training.find('\n') != std::string::npos)
     throw InvalidArgument("LedgerOptions::training must be a name in one line");
-  if (options.steps < 0) throw InvalidArgument(text("LedgerOptions::steps is ", options.steps), "Use 0 or more");
+  if (options.steps < 0)
+    throw InvalidArgument(text("LedgerOptions::steps: expected 0 or more, got ", options.steps), "Use 0 or more");
   fd = UniqueFd(::open(file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!fd) throw_errno(text("cannot write the ledger ", file));
   Before before;
@@ -66,8 +67,8 @@ Before open(const std::string& file, const LedgerOptions& options, UniqueFd& fd)
     if (line.kind != LedgerLine::Kind::kStep) before.made = std::max(before.made, line.step);
     if (line.kind != LedgerLine::Kind::kAttempt) return;
     if (line.training != options.training || line.dataset_size != options.dataset_size)
-      throw InvalidArgument(text(file, " is the ledger of ", line.training, " with ", line.dataset_size,
-                                 " samples, and not of ", options.training, " with ", options.dataset_size),
+      throw InvalidArgument(text(file, ": expected the ledger of ", options.training, " with ", options.dataset_size,
+                                 " samples, got that of ", line.training, " with ", line.dataset_size),
                             "Give each training a file of its own");
   });
   return before;

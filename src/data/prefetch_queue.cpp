@@ -154,9 +154,10 @@ struct PrefetchQueue::Impl {
 
 PrefetchQueue::PrefetchQueue(size_t workers, size_t most, std::chrono::milliseconds timeout)
     : impl_(std::make_unique<Impl>(workers, most, timeout)) {
-  if (workers > 0 && most == 0) throw InvalidArgument("PrefetchLoader: prefetch_factor must be at least 1, got 0");
+  if (workers > 0 && most == 0) throw InvalidArgument("PrefetchLoader: prefetch_factor: expected 1 or more, got 0");
   if (timeout.count() < 0)
-    throw InvalidArgument(text("PrefetchLoader: the timeout is ", timeout.count(), " ms"), "Use 0 for none");
+    throw InvalidArgument(text("PrefetchLoader: the timeout: expected 0 ms or more, got ", timeout.count(), " ms"),
+                          "Use 0 for none");
 }
 
 PrefetchQueue::~PrefetchQueue() {

@@ -40,13 +40,13 @@ at::Tensor weights_tensor(const std::vector<double>& weights) {
 
 void check_weights(std::span<const double> weights, size_t num_samples, bool replacement) {
   if (weights.size() > kMostWeights)
-    throw InvalidArgument(
-        text(kWeighted, ": there are ", weights.size(), " weights, and at most 2^24 can be drawn from"));
+    throw InvalidArgument(text(kWeighted, ": the weights: expected at most 2^24, got ", weights.size()));
   double sum = 0;
   size_t positive = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     if (!std::isfinite(weights[i]) || weights[i] < 0)
-      throw InvalidArgument(text(kWeighted, ": weight ", i, " is ", weights[i]), "Weights are finite and at least 0");
+      throw InvalidArgument(
+          text(kWeighted, ": weight ", i, ": expected a finite number of 0 or more, got ", weights[i]), "Change it");
     sum += weights[i];
     if (weights[i] > 0) ++positive;
   }

@@ -11,7 +11,8 @@ namespace {
 
 c10::DeviceType checked(c10::DeviceType device, c10::ScalarType dtype) {
   if (dtype != c10::kBFloat16 && dtype != c10::kHalf)
-    throw InvalidArgument(text("Autocast is given ", c10::toString(dtype)), "Use torch::kBFloat16 or torch::kHalf");
+    throw InvalidArgument(text("Autocast: expected BFloat16 or Half, got ", c10::toString(dtype)),
+                          "Use torch::kBFloat16 or torch::kHalf");
   if (!at::autocast::is_autocast_available(device))
     throw InvalidArgument(text("there is no autocast for devices of type ", c10::DeviceTypeName(device, true)),
                           "Use torch::kCPU or torch::kCUDA");

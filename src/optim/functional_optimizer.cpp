@@ -21,14 +21,15 @@ using at::Tensor;
 
 void check_lists(at::TensorList parameters, at::TensorList gradients, bool sparse) {
   if (parameters.size() != gradients.size())
-    throw InvalidArgument(text("step() got ", gradients.size(), " gradients for ", parameters.size(), " parameters"),
-                          "Pass an undefined tensor for a parameter that has no gradient.");
+    throw InvalidArgument(
+        text("step(): expected ", parameters.size(), " gradients, one for each parameter, got ", gradients.size()),
+        "Pass an undefined tensor for a parameter that has no gradient");
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (!parameters[i].defined()) throw InvalidArgument(text("parameter ", i, " is undefined"));
     if (parameters[i].sizes() != gradients[i].sizes())
-      throw InvalidArgument(
-          text("parameter ", i, " is of shape ", parameters[i].sizes(), " and its gradient of ", gradients[i].sizes()));
+      throw InvalidArgument(text("the gradient of parameter ", i, ": expected shape ", parameters[i].sizes(), ", got ",
+                                 gradients[i].sizes()));
     if (parameters[i].is_complex() != gradients[i].is_complex())
       throw InvalidArgument(text("only one of parameter ", i, " and its gradient is complex"));
     if (gradients[i].is_sparse() && (!sparse || parameters[i].is_complex()))
@@ -126,8 +127,8 @@ void FunctionalOptimizer::load_state(at::TensorList parameters, const State& sta
     const Tensor like = is_step ? Tensor() : empty_kept(index, as_real(parameters[i]));
     const auto expected = is_step ? std::vector<int64_t>{} : like.sizes().vec();
     if (!tensor.defined() || (tensor.sizes() != expected && !(is_step && tensor.numel() == 1)))
-      throw InvalidArgument(text("'", name, "' is of shape ", tensor.defined() ? text(tensor.sizes()) : "no tensor",
-                                 ", but must be of ", at::IntArrayRef(expected)));
+      throw InvalidArgument(text("'", name, "': expected shape ", at::IntArrayRef(expected), ", got ",
+                                 tensor.defined() ? text(tensor.sizes()) : "no tensor"));
     if (is_step) {
       read[i].step = tensor.to(at::kLong).item<int64_t>();
       with_step.insert(i);

@@ -74,10 +74,11 @@ GradScaler::GradScaler(GradScalerOptions options)
     : options_(std::move(options)), scale_(static_cast<float>(options_.init_scale)) {
   if (!(scale_ > 0) || !std::isfinite(scale_) || !(options_.growth_factor > 1) || !(options_.backoff_factor > 0) ||
       !(options_.backoff_factor < 1) || options_.growth_interval < 1)
-    throw InvalidArgument(
-        text("a GradScaler has init_scale ", options_.init_scale, ", growth_factor ", options_.growth_factor,
-             ", backoff_factor ", options_.backoff_factor, " and growth_interval ", options_.growth_interval),
-        "Use a scale above 0, a growth above 1, a backoff between 0 and 1, an interval above 0");
+    throw InvalidArgument(text("GradScaler: expected init_scale above 0, growth_factor above 1, backoff_factor between "
+                               "0 and 1 and growth_interval above 0, got ",
+                               options_.init_scale, ", ", options_.growth_factor, ", ", options_.backoff_factor,
+                               " and ", options_.growth_interval),
+                          "Change the one that is out of range");
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) const { return options_.enabled ? loss * scale_ : loss; }
@@ -146,7 +147,8 @@ void GradScaler::update(double new_scale) {
   if (!options_.enabled) return;
   const auto rounded = static_cast<float>(new_scale);
   if (!(rounded > 0) || !std::isfinite(rounded))
-    throw InvalidArgument(text("the new scale is ", new_scale), "Use a finite scale above 0");
+    throw InvalidArgument(text("the new scale: expected a finite number above 0, got ", new_scale),
+                          "Use a finite scale above 0");
   scale_ = rounded;
   seen_.clear();
 }

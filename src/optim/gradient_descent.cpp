@@ -42,7 +42,7 @@ AdagradOptions checked(AdagradOptions options) {
   return options;
 }
 AdadeltaOptions checked(AdadeltaOptions options) {
-  require(options.rho >= 0 && options.rho <= 1, "rho", options.rho, "from 0 to 1");
+  require(options.rho >= 0 && options.rho <= 1, "rho", options.rho, "a number from 0 to 1");
   at_least("eps", options.eps, 0);
   at_least("weight_decay", options.weight_decay, 0);
   return options;
@@ -59,8 +59,9 @@ RMSpropOptions checked(RMSpropOptions options) {
   return options;
 }
 RpropOptions checked(RpropOptions options) {
-  require(options.etas.first > 0 && options.etas.first < 1, "etas.first", options.etas.first, "above 0 and below 1");
-  require(options.etas.second > 1, "etas.second", options.etas.second, "above 1");
+  require(options.etas.first > 0 && options.etas.first < 1, "etas.first", options.etas.first,
+          "a number above 0 and below 1");
+  require(options.etas.second > 1, "etas.second", options.etas.second, "a number above 1");
   require(options.step_sizes.first <= options.step_sizes.second, "step_sizes.first", options.step_sizes.first,
           "no more than step_sizes.second");
   return options;

@@ -23,13 +23,13 @@ struct Root {
 
 Tensors checked(Tensors residual, const Tensors& solution) {
   if (residual.size() != solution.size())
-    throw InvalidArgument(
-        text("the optimality function returned ", residual.size(), " tensors for a solution of ", solution.size()));
+    throw InvalidArgument(text("the optimality function: expected ", solution.size(),
+                               " tensors, as the solution has, got ", residual.size()));
   for (size_t i = 0; i < residual.size(); ++i)
     if (!residual[i].defined() || residual[i].sizes() != solution[i].sizes())
-      throw InvalidArgument(text("the optimality function returned, for tensor ", i, " of the solution, ",
-                                 residual[i].defined() ? text(residual[i].sizes()) : "none", " instead of ",
-                                 solution[i].sizes()));
+      throw InvalidArgument(text("the optimality function, for tensor ", i, " of the solution: expected shape ",
+                                 solution[i].sizes(), ", got ",
+                                 residual[i].defined() ? text(residual[i].sizes()) : "none"));
   return residual;
 }
 
@@ -139,8 +139,8 @@ Tensors detail::implicit(Residual residual, const Tensors& solution, const Tenso
                          const LinearSolver& solve) {
   for (const Tensor& one : solution)
     if (!one.defined() || !one.is_floating_point())
-      throw InvalidArgument(text("a solution consists of floating-point tensors, not of ",
-                                 one.defined() ? text(one.scalar_type()) : "undefined ones"));
+      throw InvalidArgument(text("a tensor of the solution: expected floating-point numbers, got ",
+                                 one.defined() ? text(one.scalar_type()) : "an undefined tensor"));
   return ImplicitGradient::apply(at::TensorList(arguments),
                                  ImplicitGradient::Given{solution, Root{std::move(residual), solve}});
 }

@@ -104,9 +104,8 @@ class FlatParameters {
 double number_of(const Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || loss.is_complex())
     throw InvalidArgument(
-        text("the closure of LBFGS returned ",
-             loss.defined() ? text("a tensor of shape ", loss.sizes(), " and dtype ", loss.dtype()) : "no tensor",
-             ", but must return one real number"),
+        text("the closure of LBFGS: expected one real number, got ",
+             loss.defined() ? text("a tensor of shape ", loss.sizes(), " and dtype ", loss.dtype()) : "no tensor"),
         "Return the loss, of which backward() was called");
   return loss.item<double>();
 }
@@ -157,7 +156,7 @@ LBFGS::LBFGS(const std::vector<torch::optim::OptimizerParamGroup>& groups, Optio
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
                 std::make_unique<OptionsOfGroup>(checked_lbfgs(options))) {
   if (groups.size() != 1)
-    throw InvalidArgument(text("LBFGS takes one group of parameters, not ", groups.size()),
+    throw InvalidArgument(text("LBFGS: expected one group of parameters, got ", groups.size()),
                           "Give all parameters the same options, or make an LBFGS for each group");
   if (groups[0].params().empty()) throw InvalidArgument("LBFGS was given no parameters");
   std::unordered_set<const at::TensorImpl*> seen;
@@ -275,9 +274,9 @@ std::unique_ptr<LBFGSState> LBFGS::fitting(const LBFGSState& given) const {
   auto state = std::make_unique<LBFGSState>(given);
   if (!state->d.defined()) return state;
   if (state->d.numel() != parameters.numel())
-    throw InvalidArgument(
-        text("the state of LBFGS is for ", state->d.numel(), " numbers, and its parameters have ", parameters.numel()),
-        "Load what an LBFGS of the same parameters has saved");
+    throw InvalidArgument(text("the state of LBFGS: expected ", parameters.numel(),
+                               " numbers, as its parameters have, got ", state->d.numel()),
+                          "Load what an LBFGS of the same parameters has saved");
   const auto to_here = [options = parameters.options()](Tensor& tensor) { tensor = tensor.to(options); };
   to_here(state->d);
   to_here(state->prev_flat_grad);
@@ -328,7 +327,7 @@ void LBFGS::load_state_dict(const std::map<std::string, Tensor>& given) {
     const std::string_view name = option;
     if (name != "lr" && !name.starts_with("tolerance") &&
         !(std::trunc(value) == value && std::abs(value) <= kMostCounts))
-      throw InvalidArgument(text("'", found->first, "' is ", value, ", but must be a whole number"));
+      throw InvalidArgument(text("'", found->first, "': expected a whole number, got ", value));
     set({value});
   });
   loaded = checked_lbfgs(loaded);

@@ -42,14 +42,14 @@ class StateReader {
   const Tensor& shaped(const std::string& name, at::IntArrayRef sizes) const {
     const Tensor& tensor = any(name);
     if (tensor.sizes() != sizes)
-      throw InvalidArgument(text("the state of LBFGS has ", name, " of shape ", tensor.sizes(), ", but needs ", sizes),
+      throw InvalidArgument(text(name, " in the state of LBFGS: expected shape ", sizes, ", got ", tensor.sizes()),
                             "Load what an LBFGS of the same parameters has saved");
     return tensor;
   }
   double number(const std::string& name) const { return shaped(name, {}).to(at::kDouble).item<double>(); }
   int64_t count(const std::string& name) const {
     const auto value = shaped(name, {}).to(at::kLong).item<int64_t>();
-    if (value < 0) throw InvalidArgument(text("the state of LBFGS has ", name, " = ", value));
+    if (value < 0) throw InvalidArgument(text(name, " in the state of LBFGS: expected 0 or more, got ", value));
     return value;
   }
   // Copies, so that a vector that is forgotten does not keep the memory of all others.

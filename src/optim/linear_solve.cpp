@@ -47,7 +47,7 @@ Vector conjugate_gradients(const LinearOperator::Function& a, const Vector& b, c
   if (x.empty())
     for (const Tensor& one : b) x.push_back(at::zeros_like(one));
   if (x.size() != b.size())
-    throw InvalidArgument(text("init has ", x.size(), " tensors, the right-hand side ", b.size()));
+    throw InvalidArgument(text("init: expected ", b.size(), " tensors, as the right-hand side has, got ", x.size()));
   const double enough = std::max(o.rtol * o.rtol * dot(b, b), o.atol * o.atol);
   const int64_t most = o.maxiter.value_or(10 * elements(b));
   Vector residual = o.init.empty() ? b : plus(b, a(x), -1), direction = residual;
@@ -68,7 +68,7 @@ void check(const CgOptions& o) {
   at_least("rtol", o.rtol, 0);
   at_least("atol", o.atol, 0);
   at_least("ridge", o.ridge, 0);
-  if (o.maxiter) require(*o.maxiter >= 0, "maxiter", static_cast<double>(*o.maxiter), "at least 0");
+  if (o.maxiter) require(*o.maxiter >= 0, "maxiter", static_cast<double>(*o.maxiter), "0 or more");
 }
 
 Tensor flat(const Vector& x) {
@@ -106,7 +106,7 @@ LinearSolver solve_normal_cg(CgOptions options) {
 }
 
 LinearSolver solve_neumann_series(NeumannOptions o) {
-  require(o.maxiter >= 0, "maxiter", static_cast<double>(o.maxiter), "at least 0");
+  require(o.maxiter >= 0, "maxiter", static_cast<double>(o.maxiter), "0 or more");
   require(std::isfinite(o.alpha) && o.alpha != 0, "alpha", o.alpha, "a finite number other than 0");
   return [o](const LinearOperator& a, const Vector& b) {
     const auto apply = ridged(a.apply, o.ridge);

@@ -70,7 +70,7 @@ ScheduledRates rates_of(torch::optim::Optimizer& optimizer) {
 namespace {
 
 [[noreturn]] void throw_other_groups(size_t now, size_t groups) {
-  throw InvalidArgument(text("the optimizer has ", now, " groups, and its schedule was made for ", groups),
+  throw InvalidArgument(text("the optimizer: expected ", groups, " groups, as when its schedule was made, got ", now),
                         "Make the schedule after the last add_param_group()");
 }
 
@@ -81,8 +81,8 @@ LRScheduler::LRScheduler(ScheduledRates of, std::vector<Rate> rates) : of_(std::
   if (rates_.size() == 1) rates_.resize(firsts.size(), rates_.front());
   for (Rate& rate : rates_) rate = rates::own(rate);
   if (rates_.size() != firsts.size())
-    throw InvalidArgument(
-        text("the optimizer has ", firsts.size(), " groups, and the schedule has rates for ", rates_.size()));
+    throw InvalidArgument(text("the rates of the schedule: expected one for each of the optimizer's ", firsts.size(),
+                               " groups, got ", rates_.size()));
   // A warm-up begins below the first rate.
   for (size_t i = 0; i < firsts.size(); ++i) groups_.push_back({.first = firsts[i], .last = rates_[i](firsts[i], 0)});
   set(groups_, 0, rates_.front().rule().first_momentum());
@@ -95,7 +95,7 @@ std::vector<double> LRScheduler::last_lrs() const {
 }
 
 void LRScheduler::go_to(int64_t epoch, bool from_now) {
-  if (epoch < 0) throw InvalidArgument(text("the epoch must be at least 0, got ", epoch));
+  if (epoch < 0) throw InvalidArgument(text("the epoch: expected 0 or more, got ", epoch));
   const std::vector<double> now = of_.get();
   if (now.size() != groups_.size()) throw_other_groups(now.size(), groups_.size());
   std::vector<Group> groups = groups_;
@@ -148,7 +148,7 @@ void LRScheduler::load(torch::serialize::InputArchive& archive) {
   const std::vector<double> numbers = read_numbers(archive, "schedule", what);
   if (numbers.size() != groups_.size() + 1)
     throw InvalidArgument(
-        text("the saved schedule has ", numbers.size() - 1, " groups, and this one ", groups_.size()));
+        text("the saved schedule: expected ", groups_.size(), " groups, as this one has, got ", numbers.size() - 1));
   const std::vector<double> of_groups = read_numbers(archive, "rates", what);
   if (of_groups.size() != 4 * groups_.size()) throw CorruptError(text("the archive does not hold a ", what));
   const auto epoch = static_cast<int64_t>(numbers.back());
@@ -176,10 +176,11 @@ ReduceLROnPlateau::ReduceLROnPlateau(ScheduledRates of, const ReduceLROnPlateauO
     : of_(std::move(of)),
       options_(options),
       best_(options.maximize ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity()) {
-  if (!(options.factor < 1)) throw InvalidArgument(text("factor must be below 1, got ", options.factor));
+  if (!(options.factor < 1)) throw InvalidArgument(text("factor: expected a number below 1, got ", options.factor));
   const size_t groups = of_.get().size(), least = options.min_lrs.size();
   if (least != 0 && least != groups)
-    throw InvalidArgument(text("ReduceLROnPlateau got ", least, " min_lrs for ", groups, " groups"));
+    throw InvalidArgument(
+        text("min_lrs of ReduceLROnPlateau: expected one for each of ", groups, " groups, got ", least));
 }
 
 bool ReduceLROnPlateau::is_better(double metric) const {

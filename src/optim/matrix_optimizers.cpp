@@ -24,7 +24,7 @@ AdafactorOptions checked_adafactor(AdafactorOptions options) {
   require(options.beta2_decay <= 0, "beta2_decay", options.beta2_decay, "0 or less");
   at_least("eps.first", options.eps.first, 0);
   at_least("eps.second", options.eps.second, 0);
-  require(options.d >= 1, "d", options.d, "at least 1");
+  require(options.d >= 1, "d", options.d, "1 or more");
   at_least("weight_decay", options.weight_decay, 0);
   return options;
 }
@@ -33,7 +33,7 @@ MuonOptions checked_muon(MuonOptions options) {
   at_least("momentum", options.momentum, 0);
   at_least("eps", options.eps, 0);
   require(options.ns_steps >= 0 && options.ns_steps < 100, "ns_steps", static_cast<double>(options.ns_steps),
-          "from 0 to 99");
+          "0 to 99");
   return options;
 }
 
@@ -112,7 +112,7 @@ Tensor Adafactor::empty_kept(size_t index, const Tensor& parameter) const {
 Muon::Muon(Options options) : FunctionalOptimizer(options.lr, {"momentum_buffer"}), options_(checked_muon(options)) {}
 void Muon::check(const Tensor& parameter) const {
   if (parameter.dim() != 2 || parameter.is_complex())
-    throw InvalidArgument(text("Muon is for real matrices, and a parameter has shape ", parameter.sizes(),
+    throw InvalidArgument(text("a parameter of Muon: expected a real matrix, got shape ", parameter.sizes(),
                                " and dtype ", parameter.dtype()),
                           "Give other parameters to another optimizer, such as AdamW");
 }

@@ -36,7 +36,8 @@ void check(const Slot* slot, const std::string& name, const Tensor& tensor) {
   if (!slot) throw Mismatch(text("the module has no tensor '", name, "', which the state has"));
   if (!tensor.defined()) throw Mismatch(text("the state's '", name, "' is undefined, the module's is not"));
   if (slot->get().sizes() != tensor.sizes())
-    throw Mismatch(text("the module's '", name, "' is ", shape(slot->get()), ", the state's is ", shape(tensor)));
+    throw Mismatch(
+        text("the state's '", name, "': expected ", shape(slot->get()), ", as the module's, got ", shape(tensor)));
 }
 
 }  // namespace
@@ -144,7 +145,7 @@ void MetaOptimizer::add_param_group(torch::nn::Module& module) { parts_.push_bac
 
 void MetaOptimizer::step(const Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad())
-    throw InvalidArgument(text("step() needs a loss of one element that requires grad, and got ",
+    throw InvalidArgument(text("the loss of step(): expected one element that requires grad, got ",
                                loss.defined() ? shape(loss) : "an undefined tensor"));
   struct Step {
     Part* part;
@@ -193,7 +194,8 @@ std::vector<OptState> MetaOptimizer::extract_state_dict(CopyMode by, std::option
 
 void MetaOptimizer::load_state_dict(const std::vector<OptState>& states) {
   if (states.size() != parts_.size())
-    throw InvalidArgument(text("this optimizer has ", parts_.size(), " modules, and got ", states.size(), " states"));
+    throw InvalidArgument(
+        text("the states: expected one for each of this optimizer's ", parts_.size(), " modules, got ", states.size()));
   for (size_t i = 0; i < parts_.size(); ++i) {
     parts_[i].state = states[i];
     parts_[i].begun = !(states[i].tensors.empty() && states[i].counts.empty() && states[i].parts.empty());

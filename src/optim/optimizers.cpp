@@ -183,7 +183,7 @@ void TorchOptimizerBase::check_loaded() {
         const at::Tensor like = functional->empty_kept(i, optim::as_real(parameter));
         if (kept.sizes() != like.sizes())
           throw InvalidArgument(
-              text("the archive has ", state.names()[i], " of shape ", kept.sizes(), ", but must be of ", like.sizes()),
+              text(state.names()[i], " in the archive: expected shape ", like.sizes(), ", got ", kept.sizes()),
               "Load the archive of an optimizer of the same parameters");
         kept = kept.to(like.options());  // the archive may be of parameters of another dtype, or on another device
       }
@@ -237,9 +237,8 @@ void TorchOptimizerBase::load_state_dict(const std::map<std::string, at::Tensor>
     if (found == given.end()) return at::Tensor();
     known.insert(name);
     if (!found->second.defined() || found->second.sizes() != sizes)
-      throw InvalidArgument(text("'", name, "' is of shape ",
-                                 found->second.defined() ? text(found->second.sizes()) : "no tensor",
-                                 ", but must be of ", sizes));
+      throw InvalidArgument(text("'", name, "': expected shape ", sizes, ", got ",
+                                 found->second.defined() ? text(found->second.sizes()) : "no tensor"));
     return found->second;
   };
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;

@@ -10,17 +10,17 @@
 namespace muster::optim {
 
 inline void require(bool fine, const char* name, double value, const char* what) {
-  if (!fine) throw InvalidArgument(text(name, " is ", value, ", but must be ", what));
+  if (!fine) throw InvalidArgument(text(name, ": expected ", what, ", got ", value));
 }
 
 inline double at_least(const char* name, double value, double least) {
-  require(std::isfinite(value) && value >= least, name, value, "a finite number, not below 0");
+  require(std::isfinite(value) && value >= least, name, value, "a finite number of 0 or more");
   return value;
 }
 
 inline void check_betas(double beta1, double beta2) {
-  require(beta1 >= 0 && beta1 < 1, "betas.first", beta1, "at least 0 and below 1");
-  require(beta2 >= 0 && beta2 < 1, "betas.second", beta2, "at least 0 and below 1");
+  require(beta1 >= 0 && beta1 < 1, "betas.first", beta1, "a number of 0 or more and below 1");
+  require(beta2 >= 0 && beta2 < 1, "betas.second", beta2, "a number of 0 or more and below 1");
 }
 
 // The options of Adam, or of one of its relatives.

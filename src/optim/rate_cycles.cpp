@@ -38,7 +38,7 @@ struct Phases {
 std::vector<double> ends_of(const OneCycleLROptions& options) {
   require_epochs("total_steps", options.total_steps, 1);
   if (!(options.pct_start >= 0 && options.pct_start <= 1))
-    throw InvalidArgument(text("pct_start must be from 0 to 1, got ", options.pct_start));
+    throw InvalidArgument(text("pct_start: expected a number from 0 to 1, got ", options.pct_start));
   const auto total = static_cast<double>(options.total_steps);
   std::vector<double> ends{options.pct_start * total - 1, total - 1};
   if (options.three_phase) ends.insert(ends.begin() + 1, 2 * options.pct_start * total - 2);
@@ -65,7 +65,7 @@ std::function<double(int64_t)> wave_of(const CyclicLROptions& options) {
   require_epochs("step_size_up", options.step_size_up, 1);
   const auto up = static_cast<double>(options.step_size_up);
   const auto down = static_cast<double>(options.step_size_down.value_or(options.step_size_up));
-  if (!(down >= 1)) throw InvalidArgument(text("step_size_down must be at least 1, got ", down));
+  if (!(down >= 1)) throw InvalidArgument(text("step_size_down: expected 1 or more, got ", down));
   return [up, total = up + down, mode = options.mode, gamma = options.gamma, scale = options.scale_fn,
           by_step = options.scale_by_step](int64_t epoch) {
     const auto step = static_cast<double>(epoch);
@@ -98,13 +98,13 @@ std::vector<Rate> one_cycle_of_groups(const OneCycleLROptions& options, size_t g
   const auto momentum = momentum_of(options);
   std::vector<Rate> rates;
   for (const double max_lr : most) {
-    if (!(max_lr > 0)) throw InvalidArgument(text("max_lr must be above 0, got ", max_lr));
+    if (!(max_lr > 0)) throw InvalidArgument(text("max_lr: expected a number above 0, got ", max_lr));
     const double first = max_lr / options.div_factor, last = first / options.final_div_factor;
     Phases phases{ends_of(options), {first, max_lr, last}, options.cosine};
     if (options.three_phase) phases.values = {first, max_lr, first, last};
     Absolute rate;
     rate.rate = [phases, total = options.total_steps](double, int64_t epoch) {
-      if (epoch > total) throw InvalidArgument(text("step ", epoch, " of a OneCycleLR of ", total, " steps"));
+      if (epoch > total) throw InvalidArgument(text("OneCycleLR: expected at most ", total, " steps, got ", epoch));
       return phases.at(epoch);
     };
     rate.momentum_at = momentum;
@@ -120,8 +120,8 @@ std::vector<Rate> cyclic_of_groups(const CyclicLROptions& options, size_t groups
   if (base.empty()) base.assign(groups, options.base_lr);
   if (most.empty()) most.assign(groups, options.max_lr);
   if (base.size() != groups || most.size() != groups)
-    throw InvalidArgument(
-        text("CyclicLR got ", base.size(), " base_lrs and ", most.size(), " max_lrs for ", groups, " groups"));
+    throw InvalidArgument(text("base_lrs and max_lrs of CyclicLR: expected one for each of ", groups, " groups, got ",
+                               base.size(), " and ", most.size()));
   std::vector<Rate> rates;
   for (size_t i = 0; i < groups; ++i) {
     Absolute rate;

@@ -70,7 +70,7 @@ struct Absolute final : Rate::Rule {
 Rate own(const Rate& rate, bool is_first = true);
 
 inline void require_epochs(const char* name, int64_t epochs, int64_t least) {
-  if (epochs < least) throw InvalidArgument(text(name, " must be at least ", least, ", got ", epochs));
+  if (epochs < least) throw InvalidArgument(text(name, ": expected ", least, " or more, got ", epochs));
 }
 
 // With options that each group may have for itself.

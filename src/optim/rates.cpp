@@ -249,7 +249,7 @@ Rate own(const Rate& rate, bool is_first) {
 }
 
 Rate constant(double factor, int64_t total_iters) {
-  if (!(factor >= 0 && factor <= 1)) throw InvalidArgument(text("factor must be from 0 to 1, got ", factor));
+  if (!(factor >= 0 && factor <= 1)) throw InvalidArgument(text("factor: expected a number from 0 to 1, got ", factor));
   return by_factor([=](int64_t epoch) { return epoch < total_iters || total_iters <= 0 ? factor : 1; });  // as Python
 }
 
@@ -307,7 +307,10 @@ Rate cosine_annealing_warm_restarts(int64_t t_0, int64_t t_mult, double eta_min)
 
 Rate linear(double start_factor, double end_factor, int64_t total_iters) {
   if (!(start_factor > 0 && start_factor <= 1) || !(end_factor >= 0 && end_factor <= 1) || total_iters < 1)
-    throw InvalidArgument("start_factor must be above 0 and at most 1, end_factor from 0 to 1, total_iters at least 1");
+    throw InvalidArgument(
+        text("start_factor, end_factor and total_iters: expected a number above 0 and at most 1, one from 0 to 1, and "
+             "1 or more, got ",
+             start_factor, ", ", end_factor, " and ", total_iters));
   return by_factor(
       [=](int64_t epoch) { return start_factor + (end_factor - start_factor) * part_of(epoch, total_iters); });
 }
@@ -324,7 +327,8 @@ Rate swa(double swa_lr, int64_t anneal_epochs, bool cosine) {
 
 Rate sequential(const std::vector<Rate>& rates, std::vector<int64_t> milestones) {
   if (rates.empty() || milestones.size() + 1 != rates.size())
-    throw InvalidArgument(text(rates.size(), " rates need one milestone less, and not ", milestones.size()));
+    throw InvalidArgument(
+        text("milestones: expected one less than there are rates (", rates.size(), "), got ", milestones.size()));
   if (!std::is_sorted(milestones.begin(), milestones.end()) || (!milestones.empty() && milestones.front() < 0))
     throw InvalidArgument("milestones must ascend, from 0 on");
   return Rate(std::make_shared<Sequence>(rates, std::move(milestones), /*first=*/true));

@@ -28,8 +28,9 @@ GradientTransformation::GradientTransformation(Init init, Update update, Unscale
 
 void GradientTransformation::check(const Tensors& updates, at::TensorList parameters) const {
   if (!parameters.empty() && parameters.size() != updates.size())
-    throw InvalidArgument(text("update() got ", updates.size(), " updates for ", parameters.size(), " parameters"),
-                          "Pass trees with the same leaves, undefined tensors for parameters that have no gradient.");
+    throw InvalidArgument(
+        text("update(): expected ", parameters.size(), " updates, one for each parameter, got ", updates.size()),
+        "Pass trees with the same leaves, undefined tensors for parameters that have no gradient");
 }
 
 void GradientTransformation::update_list(Tensors& updates, OptState& state, at::TensorList parameters,
@@ -56,8 +57,8 @@ void detail::keys_differ() { throw InvalidArgument("parameters and updates have 
 
 Tensors detail::apply_updates(Tensors parameters, const Tensors& updates, bool inplace) {
   if (parameters.size() != updates.size())
-    throw InvalidArgument(
-        text("apply_updates() got ", updates.size(), " updates for ", parameters.size(), " parameters"));
+    throw InvalidArgument(text("apply_updates(): expected ", parameters.size(),
+                               " updates, one for each parameter, got ", updates.size()));
   if (!inplace) return add_scaled(std::move(parameters), updates, 1);
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters.size(); ++i)
@@ -70,8 +71,8 @@ namespace {
 // A learning rate that is a tensor, as a factor that changes neither shape nor dtype.
 Tensor scalar_like(const Tensor& rate, const Tensor& update) {
   if (!rate.defined() || rate.numel() != 1)
-    throw InvalidArgument(text("a learning rate has one element, not the shape ",
-                               rate.defined() ? text(rate.sizes()) : "of an undefined tensor"));
+    throw InvalidArgument(text("a learning rate: expected one element, got ",
+                               rate.defined() ? text("shape ", rate.sizes()) : "an undefined tensor"));
   return rate.reshape({}).to(update.options());
 }
 
@@ -85,8 +86,8 @@ GradientTransformation chain(std::vector<GradientTransformation> all) {
   if (all.empty()) return identity();
   const auto check = [n = all.size()](const OptState& state) {
     if (state.parts.size() != n)
-      throw InvalidArgument(text("the state has ", state.parts.size(), " parts, the chain ", n),
-                            "Pass a state from init() of this chain.");
+      throw InvalidArgument(text("the state: expected ", n, " parts, as the chain has, got ", state.parts.size()),
+                            "Pass a state from init() of this chain");
   };
   return {[all](at::TensorList parameters) {
             OptState state;
@@ -143,8 +144,8 @@ GradientTransformation nan_to_num(double nan, std::optional<double> posinf, std:
 }
 
 GradientTransformation clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  require(max_norm >= 0, "max_norm", max_norm, "at least 0");
-  require(norm_type > 0, "norm_type", norm_type, "above 0");
+  require(max_norm >= 0, "max_norm", max_norm, "0 or more");
+  require(norm_type > 0, "norm_type", norm_type, "a number above 0");
   return {[](at::TensorList) { return OptState{}; },
           [=](Tensors& updates, OptState&, at::TensorList, UpdateOptions options) {
             double total;
@@ -158,8 +159,8 @@ GradientTransformation clip_grad_norm(double max_norm, double norm_type, bool er
               total = at::norm(at::stack(norms), norm_type).item<double>();
             }
             if (error_if_nonfinite && !std::isfinite(total))
-              throw InvalidArgument(text("the norm of the gradients is ", total),
-                                    "Leave out error_if_nonfinite to scale by it all the same.");
+              throw InvalidArgument(text("the norm of the gradients: expected a finite number, got ", total),
+                                    "Leave out error_if_nonfinite to scale by it all the same");
             const double factor = std::min(max_norm / (total + 1e-6), 1.0);
             const Arithmetic in{options.inplace};
             for (Tensor& one : updates)
@@ -172,7 +173,8 @@ GradientTransformation masked(GradientTransformation inner, Mask mask) {
     const auto* const function = std::get_if<1>(&mask);
     auto which = function ? (*function)(leaves) : std::get<0>(mask);
     if (which.size() != leaves.size())
-      throw InvalidArgument(text("the mask has ", which.size(), " entries for ", leaves.size(), " leaves"));
+      throw InvalidArgument(
+          text("the mask: expected ", leaves.size(), " entries, one for each leaf, got ", which.size()));
     return which;
   };
   const auto taken = [](at::TensorList leaves, const std::vector<bool>& which) {
@@ -221,17 +223,17 @@ GradientTransformation decayed(double weight_decay, bool maximize) {
 void check_state(const OptState& state, const Tensors& updates, size_t kinds) {
   if (state.counts.size() != updates.size() || state.tensors.size() != kinds * updates.size())
     throw InvalidArgument(
-        text("the state has ", state.tensors.size(), " tensors and ", state.counts.size(), " counts, but ",
-             updates.size(), " parameters have ", kinds * updates.size(), " and ", updates.size()),
-        "Pass a state from init() of this transformation, for these parameters.");
+        text("the state: expected ", kinds * updates.size(), " tensors and ", updates.size(), " counts for ",
+             updates.size(), " parameters, got ", state.tensors.size(), " and ", state.counts.size()),
+        "Pass a state from init() of this transformation, for these parameters");
 }
 
 // ------------------------------------------------------------------------------------------------------------
 // schedules
 
 Schedule polynomial_schedule(PolynomialScheduleOptions o) {
-  require(o.transition_steps > 0, "transition_steps", static_cast<double>(o.transition_steps), "above 0");
-  require(o.transition_begin >= 0, "transition_begin", static_cast<double>(o.transition_begin), "at least 0");
+  require(o.transition_steps > 0, "transition_steps", static_cast<double>(o.transition_steps), "1 or more");
+  require(o.transition_begin >= 0, "transition_begin", static_cast<double>(o.transition_begin), "0 or more");
   return [o](int64_t count) {
     const auto steps = static_cast<double>(std::clamp<int64_t>(count - o.transition_begin, 0, o.transition_steps));
     const double left = 1 - steps / static_cast<double>(o.transition_steps);
@@ -248,9 +250,9 @@ Schedule linear_schedule(LinearScheduleOptions o) {
 }
 
 Schedule exponential_decay(ExponentialDecayOptions o) {
-  require(o.transition_steps > 0, "transition_steps", static_cast<double>(o.transition_steps), "above 0");
-  require(o.transition_begin >= 0, "transition_begin", static_cast<double>(o.transition_begin), "at least 0");
-  require(o.decay_rate > 0, "decay_rate", o.decay_rate, "above 0");
+  require(o.transition_steps > 0, "transition_steps", static_cast<double>(o.transition_steps), "1 or more");
+  require(o.transition_begin >= 0, "transition_begin", static_cast<double>(o.transition_begin), "0 or more");
+  require(o.decay_rate > 0, "decay_rate", o.decay_rate, "a number above 0");
   return [o](int64_t count) {
     const auto steps = static_cast<double>(count - o.transition_begin);
     double power = steps / static_cast<double>(o.transition_steps);

@@ -151,7 +151,7 @@ GradientTransformation scale_by_radam(ScaleByRAdamOptions o) {
 
 GradientTransformation scale_by_adadelta(ScaleByAdadeltaOptions o) {
   at_least("eps", o.eps, 0);
-  require(o.rho >= 0 && o.rho < 1, "rho", o.rho, "at least 0 and below 1");
+  require(o.rho >= 0 && o.rho < 1, "rho", o.rho, "a number of 0 or more and below 1");
   return with_moments<2>({0, 0}, o.moment_requires_grad, [o](const Tensor& g, auto kept, double, Arithmetic in) {
     Tensor &squares = *kept[0], &steps = *kept[1];
     squares = in.mean_of_squares(squares, g, o.rho);
@@ -163,7 +163,7 @@ GradientTransformation scale_by_adadelta(ScaleByAdadeltaOptions o) {
 
 GradientTransformation scale_by_rms(ScaleByRmsOptions o) {
   at_least("eps", o.eps, 0);
-  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "at least 0 and below 1");
+  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "a number of 0 or more and below 1");
   return with_moments<1>({o.initial_scale}, false, [o](const Tensor& g, auto kept, double, Arithmetic in) {
     Tensor& square = *kept[0];
     square = in.mean_of_squares(square, g, o.alpha);
@@ -173,7 +173,7 @@ GradientTransformation scale_by_rms(ScaleByRmsOptions o) {
 
 GradientTransformation scale_by_stddev(ScaleByStddevOptions o) {
   at_least("eps", o.eps, 0);
-  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "at least 0 and below 1");
+  require(o.alpha >= 0 && o.alpha < 1, "alpha", o.alpha, "a number of 0 or more and below 1");
   return with_moments<2>({0, o.initial_scale}, false, [o](const Tensor& g, auto kept, double, Arithmetic in) {
     Tensor &mean = *kept[0], &square = *kept[1];
     mean = in.mean(mean, g, o.alpha);

@@ -24,7 +24,7 @@ struct Estimate {
     const at::NoGradGuard no_grad;
     const Tensor result = fn(at);
     if (!result.defined() || result.dim() != 0 || !result.is_floating_point())
-      throw InvalidArgument(text("a function with estimated gradients returns a scalar tensor of floats, not ",
+      throw InvalidArgument(text("a function with estimated gradients: expected a scalar tensor of floats, got ",
                                  result.defined()
                                      ? text("one of shape ", result.sizes(), " and dtype ", result.scalar_type())
                                      : "an undefined one"));
@@ -35,8 +35,8 @@ struct Estimate {
     if (!options.sampler) return at::randn(like.sizes(), options.generator, like.options());
     Tensor drawn = options.sampler(like);
     if (!drawn.defined() || drawn.sizes() != like.sizes())
-      throw InvalidArgument(text("the sampler returned ", drawn.defined() ? text(drawn.sizes()) : "no tensor",
-                                 " for a tensor of shape ", like.sizes()));
+      throw InvalidArgument(text("the sampler: expected a tensor of shape ", like.sizes(), ", got ",
+                                 drawn.defined() ? text(drawn.sizes()) : "no tensor"));
     return drawn;
   }
 };
@@ -93,8 +93,8 @@ class ZeroOrderGradient : public torch::autograd::Function<ZeroOrderGradient> {
 }  // namespace
 
 void detail::check(const ZeroOrderOptions& options) {
-  require(options.num_samples >= 1, "num_samples", static_cast<double>(options.num_samples), "at least 1");
-  require(options.sigma > 0, "sigma", options.sigma, "above 0");
+  require(options.num_samples >= 1, "num_samples", static_cast<double>(options.num_samples), "1 or more");
+  require(options.sigma > 0, "sigma", options.sigma, "a number above 0");
 }
 
 Tensor detail::estimate(std::function<Tensor(const Tensors& at)> fn, const Tensors& at,

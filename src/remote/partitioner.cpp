@@ -30,8 +30,8 @@ void DimSplit::add(const at::Tensor& tensor, size_t argument) {
         "Let the function take a number, or a muster::Whole of the tensor");
   const int64_t rows = tensor.size(dim);
   if (rows_ && *rows_ != rows)
-    throw InvalidArgument(text("dim_partitioner: a tensor of argument ", argument, " has ", rows, " rows in dimension ",
-                               dim, ", and one of argument ", argument_, " has ", *rows_),
+    throw InvalidArgument(text("dim_partitioner: a tensor of argument ", argument, ": expected ", *rows_,
+                               " rows in dimension ", dim, ", as one of argument ", argument_, " has, got ", rows),
                           "All tensors of the arguments are split; let the function take muster::Whole<…> of what "
                           "each part needs undivided");
   if (!rows_) argument_ = argument;

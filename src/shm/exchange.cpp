@@ -450,7 +450,8 @@ std::string boot_id() {
 
 std::vector<Participant> exchange(const NoticeBoard& board, const std::string& prefix, int rank, int size,
                                   const std::vector<int>& fds, Deadline deadline, const KnownRanks& known) {
-  if (size < 1 || rank < 0 || rank >= size) throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
+  if (size < 1 || rank < 0 || rank >= size)
+    throw InvalidArgument(text("rank: expected 0 to ", size - 1, " in a group of ", size, ", got ", rank));
   if (fds.size() > kMaxFdsEach) throw InvalidArgument("too many descriptors for one rank");
   if (size == 1) {
     std::vector<Participant> alone(1);

@@ -257,9 +257,9 @@ void check(const Chart& chart) {
   for (const auto& panel : chart.panels) {
     for (const auto& series : panel.series) {
       if (series.x.size() == series.y.size()) continue;
-      throw InvalidArgument(
-          text("the series \"", series.name, "\" has ", series.x.size(), " x and ", series.y.size(), " y"),
-          "Give each point an x and a y");
+      throw InvalidArgument(text("the series \"", series.name, "\": expected a y for each of ", series.x.size(),
+                                 " x, got ", series.y.size()),
+                            "Give each point an x and a y");
     }
   }
 }

@@ -16,7 +16,8 @@ std::string worker_name(const std::vector<std::string>& names, int rank) {
 }
 
 std::vector<int> checked_peers(int rank, int size, std::vector<int> peers, milliseconds heartbeat) {
-  if (size < 1 || rank < 0 || rank >= size) throw InvalidArgument(text("there is no worker ", rank, " among ", size));
+  if (size < 1 || rank < 0 || rank >= size)
+    throw InvalidArgument(text("worker: expected 0 to ", size - 1, " among ", size, ", got ", rank));
   if (heartbeat < milliseconds(20) || heartbeat > std::chrono::hours(24))
     throw InvalidArgument(text("heartbeat: expected 20 ms to a day, got ", heartbeat.count(), " ms"));
   if (peers.empty())

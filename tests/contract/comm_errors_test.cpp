@@ -249,29 +249,29 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
            reduce_scatter(flags, {flags, flags}, {.op = ReduceOp::AVG});
          }},
         {"not defined", [&] { all_reduce(ok, {.op = static_cast<ReduceOp>(9)}); }},
-        {"root 2 is outside a group of 2", [&] { broadcast(ok, 2); }},
-        {"root -1", [&] { reduce(ok, -1); }},
-        {"root 2", [&] { gather(ok, {}, 2); }},
-        {"root 7", [&] { scatter(ok, {}, 7); }},
-        {"rank 2 is outside a group of 2", [&] { send(ok, 2); }},
-        {"rank -1", [&] { isend(ok, kAnySource); }},
-        {"rank -2", [&] { irecv(ok, -2); }},
-        {"there are 3 outputs in a group of 2",
+        {"root: expected a rank from 0 to 1, got 2", [&] { broadcast(ok, 2); }},
+        {"root: expected a rank from 0 to 1, got -1", [&] { reduce(ok, -1); }},
+        {"root: expected a rank from 0 to 1, got 2", [&] { gather(ok, {}, 2); }},
+        {"root: expected a rank from 0 to 1, got 7", [&] { scatter(ok, {}, 7); }},
+        {"rank: expected a rank from 0 to 1, got 2. Use the rank within the group", [&] { send(ok, 2); }},
+        {"rank: expected a rank from 0 to 1, got -1", [&] { isend(ok, kAnySource); }},
+        {"rank: expected a rank from 0 to 1, got -2", [&] { irecv(ok, -2); }},
+        {"outputs: expected one for each rank of a group of 2, got 3",
          [&] {
            all_gather({ok, ok, ok}, ok);
          }},
-        {"0 outputs", [&] { all_gather({}, ok); }},
-        {"3 x Float where 4 x Float",
+        {"outputs: expected one for each rank of a group of 2, got 0", [&] { all_gather({}, ok); }},
+        {"an output: expected 4 x Float, got 3 x Float",
          [&] {
            all_gather({three, three}, ok);
          }},
-        {"4 x Int where 4 x Float",
+        {"expected 4 x Float, got 4 x Int",
          [&] {
            all_gather({ok, ints}, ok);
          }},
-        {"4 x Float where 8 x Float", [&] { all_gather_into_tensor(ok, ok); }},
-        {"8 x Int where 8 x Float", [&] { all_gather_into_tensor(eight_ints, ok); }},
-        {"3 inputs",
+        {"expected 8 x Float, got 4 x Float", [&] { all_gather_into_tensor(ok, ok); }},
+        {"expected 8 x Float, got 8 x Int", [&] { all_gather_into_tensor(eight_ints, ok); }},
+        {"inputs: expected one for each rank of a group of 2, got 3",
          [&] {
            reduce_scatter(ok, {ok, ok, ok});
          }},
@@ -279,8 +279,8 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
          [&] {
            reduce_scatter(ok, {three, three});
          }},
-        {"4 x Float where 8", [&] { reduce_scatter_tensor(ok, ok); }},
-        {me == 0 ? "0 outputs" : "which is not the root",
+        {"an input: expected 8 x Float, got 4 x Float", [&] { reduce_scatter_tensor(ok, ok); }},
+        {me == 0 ? "outputs: expected one for each rank of a group of 2, got 0" : "which is not the root",
          [&] {
            gather(ok, me == 0 ? std::vector<at::Tensor>{} : std::vector{ok, ok});
          }},
@@ -295,12 +295,13 @@ TEST_P(Errors, InvalidArgumentIsFoundBeforeAnythingIsSent) {
         {"3 rows cannot be divided among 2", [&] { all_to_all_single(three, three); }},
         {"cannot be divided", [&] { all_to_all_single(scalar, scalar); }},
         {"different dtypes", [&] { all_to_all_single(ok, ints); }},
-        {"1 input splits for 2", [&] { all_to_all_single(ok, ok, {.input_splits = {4}}); }},
+        {"input splits: expected one for each of 2 ranks, got 1",
+         [&] { all_to_all_single(ok, ok, {.input_splits = {4}}); }},
         {"do not add up to its 4 rows",
          [&] {
            all_to_all_single(ok, ok, {.output_splits = {1, 2}});
          }},
-        {"negative",
+        {"an output split: expected 0 or more, got -1",
          [&] {
            all_to_all_single(ok, ok, {.output_splits = {5, -1}});
          }},

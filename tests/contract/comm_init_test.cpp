@@ -146,14 +146,14 @@ TEST(InitFork, WrongValuesAreInvalidArgumentNamingTheVariable) {
     std::string said;
   };
   const std::vector<Wrong> table = {
-      {run, "RANK", "zero", "RANK is 'zero'"},
+      {run, "RANK", "zero", "RANK: expected a whole number, got 'zero'"},
       {run, "RANK", "", "RANK is not set"},
       {run, "RANK", "2", "RANK"},
       {run, "RANK", "-1", "RANK"},
       {run, "RANK", "4294967296", "RANK"},
       {run, "WORLD_SIZE", "", "WORLD_SIZE is not set"},
       {run, "WORLD_SIZE", "0", "WORLD_SIZE"},
-      {run, "WORLD_SIZE", "2.5", "WORLD_SIZE is '2.5'"},
+      {run, "WORLD_SIZE", "2.5", "WORLD_SIZE: expected a whole number, got '2.5'"},
       {run, "WORLD_SIZE", "4294967298", "WORLD_SIZE"},
       {run, "LOCAL_RANK", "x", "LOCAL_RANK"},
       {run, "MUSTER_FAULTS", "explode:rank=1", "explode"},

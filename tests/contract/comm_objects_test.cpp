@@ -341,15 +341,19 @@ TEST_P(Objects, WithoutMemoryForItTheGroupEnds) {
 TEST_P(Objects, MistakesAreInvalidArgumentBeforeAnythingIsSent) {
   run(2, [](World& world) {
     const int me = world.rank();
-    EXPECT_CONTAINS(message_of<InvalidArgument>([] { broadcast_object(1, 2); }), "root 2 is outside a group of 2");
-    EXPECT_CONTAINS(message_of<InvalidArgument>([] { gather_object(1, -1); }), "root -1");
-    EXPECT_CONTAINS(message_of<InvalidArgument>([] { scatter_object<int>({}, 9); }), "root 9");
-    EXPECT_CONTAINS(message_of<InvalidArgument>([] { send_object(1, 2); }), "rank 2");
-    EXPECT_CONTAINS(message_of<InvalidArgument>([] { recv_object<int>(-3); }), "rank -3");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { broadcast_object(1, 2); }),
+                    "root: expected a rank from 0 to 1, got 2");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { gather_object(1, -1); }),
+                    "root: expected a rank from 0 to 1, got -1");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { scatter_object<int>({}, 9); }),
+                    "root: expected a rank from 0 to 1, got 9");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { send_object(1, 2); }), "rank: expected a rank from 0 to 1, got 2");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([] { recv_object<int>(-3); }),
+                    "rank: expected a rank from 0 to 1, got -3");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] {
                       scatter_object(std::vector{1, 2, 3}, me);
                     }),
-                    "3 objects in a group of 2");
+                    "objects: expected one for each rank of a group of 2, got 3");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] {
                       scatter_object(std::vector{1, 2}, 1 - me);
                     }),

@@ -29,10 +29,10 @@ using std::chrono::seconds;
 TEST(World, PlacementIsChecked) {
   const auto store = make_memory_store();
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 0}, store); }),
-                  "the number of ranks must be at least 1, got 0");
+                  "the number of ranks: expected 1 or more, got 0");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 2, .world_size = 2}, store); }),
-                  "rank 2 is outside a world of 2");
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }), "rank -1");
+                  "rank: expected 0 to 1 in a world of 2, got 2");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }), "got -1");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 1}, nullptr); }), "store");
   WorldOptions options;
   options.backend = "carrier pigeon";

@@ -460,7 +460,7 @@ TEST_P(Rpc, CallsWaitsAndHandlersAreEventsOfProfilers) {
 TEST_P(Rpc, WaysThatThereAreNot) {
   run(1, [](World&) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.transport = "pigeon"}); }),
-                    "there is no transport \"pigeon\"");
+                    "transport: expected the name of a transport, got \"pigeon\"");
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { rpc::init({.transport = "tcp,ucx"}); }), "shm,ucx");
     EXPECT_FALSE(rpc::is_running());
     rpc::shutdown();

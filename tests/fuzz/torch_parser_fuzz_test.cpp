@@ -172,7 +172,7 @@ TEST(TorchParser, SaysWhatItDoesNotRead) {
            {"\x8f", "file holds a set"},
            {"\x8a\x09" + std::string(9, 1), "file holds an integer of 9 bytes"},
            {"cmine\nNet\n)\x81", "file holds an object of mine.Net"},
-           {"I1\n", "file has a pickle of protocol 0 or 1, and 2 to 5 are read"},
+           {"I1\n", "file: expected a pickle of protocol 2 to 5, got 0 or 1"},
            {"cos\nsystem\n)R", "file calls os.system, which is not read here"},
            {"]", "file holds a list, and not only tensors"}})
     EXPECT_CONTAINS(refusal_of<InvalidArgument>(values), words);

@@ -287,13 +287,13 @@ TEST_F(CheckpointCommand, ReadsOddFilesOfPythonOrSaysWhyNot) {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"names", "two tensors of " + path("names.pt") + " would be named 'a.b'"},
       {"wide", "has tensors that repeat their elements, such as 'wide'"},
-      {"big", "has numbers of the byte order 'big', and 'little' is read"},
+      {"big", ": expected numbers of the byte order 'little', got 'big'"},
       {"compressed", "has a compressed record"},
       {"bomb", "has a compressed record"},
       {"overlapping", "has records of more bytes than the file"},
       {"cut", "is not a file of torch.save(): PytorchStreamReader failed reading zip archive"},
       {"legacy", "is not a file of torch.save() of PyTorch 1.6 or later"},
-      {"protocol-0", "has a pickle of protocol 0 or 1, and 2 to 5 are read"},
+      {"protocol-0", ": expected a pickle of protocol 2 to 5, got 0 or 1"},
       {"bytes", "holds bytes, and not only tensors"},
       {"module", "holds an object of torch.nn.modules.linear.Linear, and not only tensors"},
       {"missing", "missing.pt does not exist"}};

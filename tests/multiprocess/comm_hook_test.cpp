@@ -203,7 +203,7 @@ TEST(CommHook, AStepAfterAnError) {
     EXPECT_THROW(step_of(ddp, 1, world), std::runtime_error);
     ddp.forward(0, world.rank(), 2);
     step = 2;
-    expect_refusal({"returned a tensor of 1 elements"}, [&] { step_of(ddp, 2, world); });
+    expect_refusal({"elements, got one of 1"}, [&] { step_of(ddp, 2, world); });
     step = 3;
     expect_same(step_of(ddp, 3, world), step_of(plain, 3, world));
     EXPECT_EQ(calls, (std::vector<int>{4, 4, 4, 4}));
@@ -213,10 +213,10 @@ TEST(CommHook, AStepAfterAnError) {
 TEST(CommHook, BadUseIsOneSentence) {
   on_ranks(2, [](World& world) {
     auto none = ddp_with([](GradBucket&) { return HookFuture(Tensor()); });
-    expect_refusal({"the communication hook returned no tensor for the bucket of", "that begins with parameter p"},
+    expect_refusal({"the communication hook, for the bucket that begins with parameter p", "elements, got no tensor"},
                    [&] { step_of(none, 0, world); });
     auto other = ddp_with([](GradBucket&) { return HookFuture(torch::zeros({3})); });
-    expect_refusal({"returned a tensor of 3 elements for the bucket of", "that begins with parameter p"},
+    expect_refusal({"the bucket that begins with parameter p", "elements, got one of 3"},
                    [&] { step_of(other, 0, world); });
     expect_refusal({"has a communication hook already"}, [&] { other.register_comm_hook(hooks::noop); });
     expect_refusal({"the communication hook is empty"}, [&] { ddp_with(nullptr).register_comm_hook(CommHook()); });
@@ -227,9 +227,10 @@ TEST(CommHook, BadUseIsOneSentence) {
       });
       step_of(bad, 0, world);
     });
-    expect_refusal({"matrix_approximation_rank is 0"}, [] { hooks::PowerSgd({.matrix_approximation_rank = 0}); });
-    expect_refusal({"ratio is 0"}, [] { hooks::TopK({.ratio = 0}); });
-    expect_refusal({"ratio is 1.5"}, [] { hooks::TopK({.ratio = 1.5}); });
+    expect_refusal({"matrix_approximation_rank: expected 1 or more, got 0"},
+                   [] { hooks::PowerSgd({.matrix_approximation_rank = 0}); });
+    expect_refusal({"ratio: expected a number above 0 and at most 1, got 0"}, [] { hooks::TopK({.ratio = 0}); });
+    expect_refusal({"at most 1, got 1.5"}, [] { hooks::TopK({.ratio = 1.5}); });
     expect_refusal({"is empty"}, [] { hooks::fp16_compress_wrapper(nullptr); });
   });
 }

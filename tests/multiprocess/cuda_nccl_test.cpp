@@ -188,7 +188,7 @@ TEST_F(Nccl, WhatNcclLacksIsRefused) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { all_reduce(torch::ones({3}, kCuda).to_sparse()); }), "sparse");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { all_gather_into_tensor(torch::ones({8}, torch::kInt), x); }),
                     "a tensor is on cpu, and another on a CUDA device");
-    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(x, 7); }), "outside a group of 2");
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { send(x, 7); }), "rank: expected 0 to 1 in a group of 2, got 7");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] {
                       all_reduce_coalesced({torch::ones({3}, kCuda), torch::ones({3})});
                     }),

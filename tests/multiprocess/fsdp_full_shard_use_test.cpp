@@ -18,8 +18,9 @@ namespace {
 TEST(FsdpFullShard, BadUseGetsOneSentence) {
   on_hosts(kTwoEach, [](World& world) {
     auto net = make<FsdpNet>(7, {});
-    expect_refusal({"max_gathered_units 1"}, [&] { fully_shard(net, full({.max_gathered_units = 1})); });
-    expect_refusal({"unit_cap_mb is 0"}, [&] { fully_shard(net, full({.unit_cap_mb = 0})); });
+    expect_refusal({"max_gathered_units", "and 2 or more, got", "and 1"},
+                   [&] { fully_shard(net, full({.max_gathered_units = 1})); });
+    expect_refusal({"unit_cap_mb", "got 0 and"}, [&] { fully_shard(net, full({.unit_cap_mb = 0})); });
     const Tensor before = net->b->weight.detach().clone();
     std::optional model(fully_shard(net, full()));
     const int home = model->owner(net->b->weight);

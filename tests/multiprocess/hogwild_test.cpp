@@ -230,11 +230,12 @@ TEST(Hogwild, AFailureOfOneRankIsTheSameKindOnAll) {
 
 TEST(Hogwild, BadUseIsRefused) {
   on_hosts({"a", "b"}, [](World&) {
-    expect_refusal({"on 2 hosts", "ModelAverager"}, [] { Hogwild(std::make_shared<Small>()); });
+    expect_refusal({"expected one host, got 2", "ModelAverager"}, [] { Hogwild(std::make_shared<Small>()); });
   });
   on_ranks(2, [](World& world) {
     EXPECT_CONTAINS(message_of<Mismatch>([&] { Hogwild(nn::Linear(2, 2 + world.rank())); }), "differs from rank 0's");
-    expect_refusal({"max_staleness is -1"}, [] { Hogwild(std::make_shared<Small>(), {.max_staleness = -1}); });
+    expect_refusal({"max_staleness: expected 0 or more, got -1"},
+                   [] { Hogwild(std::make_shared<Small>(), {.max_staleness = -1}); });
     const auto net = make<FsdpNet>(7, {});
     const auto sharded = fully_shard(net);
     expect_refusal({"is not a dense CPU tensor of this module alone"}, [&] { Hogwild{net}; });
@@ -245,7 +246,7 @@ TEST(Hogwild, BadUseIsRefused) {
     tied->register_buffer("first", tied->a->weight.detach().narrow(0, 0, 1));
     expect_refusal({"a.weight and first are two tensors in the same memory"}, [&] { Hogwild{tied}; });
     Hogwild hogwild(std::make_shared<Small>());
-    expect_refusal({"no rank 2"}, [&] { hogwild.steps(2); });
+    expect_refusal({"rank of the Hogwild: expected 0 to 1, got 2"}, [&] { hogwild.steps(2); });
   });
 }
 

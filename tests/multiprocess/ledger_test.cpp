@@ -102,10 +102,10 @@ TEST_F(LedgerFile, BadUseIsRefused) {
       return message_of<InvalidArgument>([&] { Ledger(path(), options); });
     };
     EXPECT_CONTAINS(refusal({.dataset_size = 97}),
-                    "is the ledger of training with 96 samples, and not of training with 97");
-    EXPECT_CONTAINS(refusal({.dataset_size = 96, .training = "other"}), "and not of other with 96");
+                    ": expected the ledger of training with 97 samples, got that of training with 96");
+    EXPECT_CONTAINS(refusal({.dataset_size = 96, .training = "other"}), "expected the ledger of other with 96");
     EXPECT_CONTAINS(refusal({.dataset_size = 96, .steps = world.rank()}), "after different steps: 0 and 1");
-    EXPECT_CONTAINS(refusal({.dataset_size = 96, .steps = -1}), "steps is -1");
+    EXPECT_CONTAINS(refusal({.dataset_size = 96, .steps = -1}), "steps: expected 0 or more, got -1");
     EXPECT_CONTAINS(refusal({.dataset_size = 96, .training = "a\nb"}), "one line");
     const auto own = path(text(world.rank()));
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { Ledger(own, {.training = text(world.rank())}); }),

@@ -268,11 +268,11 @@ TEST_F(LocalSnapshot, ChecksItsArguments) {
       return message_of<InvalidArgument>([&] { Snapshot({.folder = all(), .local = std::move(local)}); });
     };
     EXPECT_THAT(error({.every = 2}), ::testing::HasSubstr(".local.every needs a folder"));
-    EXPECT_THAT(error({.folder = of("a")}), ::testing::HasSubstr(".local.every must be at least 1, got 0"));
+    EXPECT_THAT(error({.folder = of("a")}), ::testing::HasSubstr(".local.every: expected 1 or more, got 0"));
     EXPECT_THAT(error({.folder = of("a"), .every = 2, .keep = 0}),
-                ::testing::HasSubstr(".local.keep must be at least 1"));
+                ::testing::HasSubstr(".local.keep: expected 1 or more"));
     EXPECT_THAT(error({.folder = of("a"), .every = 2, .replicas = -1}),
-                ::testing::HasSubstr(".local.replicas must be"));
+                ::testing::HasSubstr(".local.replicas: expected 0 or more"));
     EXPECT_THAT(error({.folder = all() / ".", .every = 2}), ::testing::HasSubstr("are the same"));
     fs::create_directory_symlink(all(), of("link"));
     EXPECT_THAT(error({.folder = of("link"), .every = 2}), ::testing::HasSubstr("are the same"));

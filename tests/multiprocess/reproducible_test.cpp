@@ -279,7 +279,7 @@ TEST(Reproducible, BadUseIsOneSentence) {
     const auto with = [](int shards) {
       DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = shards}});
     };
-    expect_refusal({"has 6 shards", "power of two"}, [&] { with(6); });
+    expect_refusal({"reproducible.shards: expected a power of two, got 6"}, [&] { with(6); });
     expect_refusal({"2 ranks cannot share 1 shards"}, [&] { with(1); });
     DistributedDataParallel<Plain> usual(make_plain()), ddp(make_plain(), {.reproducible = {.shards = 2}});
     EXPECT_TRUE(usual.shards().empty());
@@ -299,7 +299,7 @@ TEST(Reproducible, BadUseIsOneSentence) {
     expect_refusal({"on some shards: b.weight, b.bias"}, [&] {  // also if each rank has a shard that uses them
       four.backward_by_shards(0, [&](int shard) { return four->forward(shard, shard % 2 == 0); });
     });
-    expect_refusal({"has 0 threads"},
+    expect_refusal({"reproducible.threads: expected 1 or more, got 0"},
                    [] { DistributedDataParallel<Plain>(make_plain(), {.reproducible = {.shards = 2, .threads = 0}}); });
     struct Words : nn::Module {
       nn::Embedding table = register_module("table", nn::Embedding(nn::EmbeddingOptions(5, 2).sparse(true)));

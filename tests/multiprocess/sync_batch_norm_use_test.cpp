@@ -166,8 +166,10 @@ TEST(SyncBatchNorm, BadUse) {
     auto norm = with_values(nn::BatchNorm2d(kChannels), torch::kFloat);
     auto module = with_values(SyncBatchNorm(kChannels), torch::kFloat);
     convert_sync_batchnorm(norm);
-    expect_refusal({"5 channels (weight)", "[2, 3, 4, 4] has 3"}, [&] { norm(torch::ones({2, 3, 4, 4})); });
-    expect_refusal({"5 channels", "[2, 3] has 3"}, [&] { module(torch::ones({2, 3})); });
+    expect_refusal({"expected 5 channels, as weight has, got 3 in size [2, 3, 4, 4]"}, [&] {
+      norm(torch::ones({2, 3, 4, 4}));
+    });
+    expect_refusal({"5 channels", "got 3 in size [2, 3]"}, [&] { module(torch::ones({2, 3})); });
     expect_refusal({"size [5]", "two dimensions or more"}, [&] { module(torch::ones({5})); });
     expect_refusal({"Long"}, [&] { module(torch::ones({2, 5}, torch::kLong)); });
     expect_refusal({"weight", "is Float", "input is Double"}, [&] { module(torch::ones({2, 5}, torch::kDouble)); });

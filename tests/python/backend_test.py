@@ -70,7 +70,7 @@ class Registration(unittest.TestCase):
         def body(_):
             return raised(ValueError, lambda: muster.create_backend(dist.HashStore(), 2, 2))
 
-        self.assertIn("rank 2 is outside a group of 2", fork(1, body)[0])
+        self.assertIn("rank: expected 0 to 1 in a group of 2, got 2", fork(1, body)[0])
 
 
 class Errors(unittest.TestCase):

@@ -220,11 +220,12 @@ TEST(DistributedBucketSampler, RefusesWhatCannotBe) {
     return message_of<InvalidArgument>([&] { DistributedBucketSampler(lengths, of_rank(0, 1, options)); });
   };
   EXPECT_CONTAINS(refusal({1}, {}), "batches have no limit");
-  EXPECT_CONTAINS(refusal({1}, {.batch_size = 0}), "batch_size must be at least 1");
-  EXPECT_CONTAINS(refusal({1}, {.max_tokens = 0}), "max_tokens must be at least 1, got 0");
+  EXPECT_CONTAINS(refusal({1}, {.batch_size = 0}), "batch_size: expected 1 or more");
+  EXPECT_CONTAINS(refusal({1}, {.max_tokens = 0}), "max_tokens: expected 1 or more, got 0");
   EXPECT_CONTAINS(refusal({1}, {.batch_size = 1, .bucket_batches = 0}), "bucket_batches");
-  EXPECT_CONTAINS(refusal({1, -2}, {.batch_size = 1}), "sample 1 has length -2");
-  EXPECT_CONTAINS(refusal({1, 9}, {.max_tokens = 8}), "sample 1 has length 9, which is more than the 8 tokens");
+  EXPECT_CONTAINS(refusal({1, -2}, {.batch_size = 1}), "the length of sample 1: expected 0 or more, got -2");
+  EXPECT_CONTAINS(refusal({1, 9}, {.max_tokens = 8}),
+                  "sample 1: expected at most the 8 tokens that a batch may have, got 9");
   DistributedBucketSampler sampler({1, 2}, of_rank(0, 1, {.batch_size = 1}));
   DistributedBucketSampler other({1, 3}, of_rank(0, 1, {.batch_size = 1}));
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(sampler)); }), "hash_of_lengths");

@@ -94,7 +94,7 @@ TEST(GradScaler, UnscaledGradientsSeveralOptimizersAndMisuse) {
   EXPECT_EQ(scaler.get_scale(), 4);
   scaler.update(32);
   EXPECT_EQ(scaler.get_scale(), 32);
-  expect_refusal({"scale is -1"}, [&] { scaler.update(-1); });
+  expect_refusal({"the new scale: expected a finite number above 0, got -1"}, [&] { scaler.update(-1); });
 
   const Tensor half = torch::ones({2}, torch::TensorOptions(torch::kHalf).requires_grad(true));
   torch::optim::SGD sgd({half}, 0.1);
@@ -112,7 +112,7 @@ TEST(GradScaler, UnscaledGradientsSeveralOptimizersAndMisuse) {
                                          {.growth_factor = 1},
                                          {.backoff_factor = 1},
                                          {.growth_interval = 0}})
-    expect_refusal({"GradScaler has"}, [&] { GradScaler{wrong}; });
+    expect_refusal({"GradScaler: expected init_scale above 0"}, [&] { GradScaler{wrong}; });
 }
 
 // Each has a backward() of its own; their gradients add up. One infinity counts for all.
@@ -290,7 +290,7 @@ TEST(Autocast, ConvertsWhileItLives) {
     const Autocast again;
     EXPECT_EQ(linear->forward(x)[0][0].item<double>(), 8);
   }
-  expect_refusal({"Autocast is given Double"}, [] { Autocast{torch::kDouble}; });
+  expect_refusal({"Autocast: expected BFloat16 or Half, got Double"}, [] { Autocast{torch::kDouble}; });
   expect_refusal({"no autocast for devices of type"}, [] { Autocast{torch::kHalf, torch::kMeta}; });
 }
 

@@ -111,26 +111,28 @@ TEST_F(Lbfgs, StatesThatDoNotFitAreRefused) {
   refused("state.0.exp_avg", at::zeros({11}), "has no 'exp_avg'");
   refused("state.1.d", at::zeros({11}), "no 'state.1.d'");
   refused("param_groups.0.betas", at::zeros({2}), "no 'param_groups.0.betas'");
-  refused("param_groups.0.max_iter", at::scalar_tensor(0), "max_iter is 0");
+  refused("param_groups.0.max_iter", at::scalar_tensor(0), "max_iter: expected 1 to 2^50, got 0");
   for (const double not_whole : {2.5, double{NAN}, 1e300})
-    refused("param_groups.0.max_iter", at::scalar_tensor(not_whole, at::kDouble), "but must be a whole number");
+    refused("param_groups.0.max_iter", at::scalar_tensor(not_whole, at::kDouble), "expected a whole number, got");
   refused("param_groups.0.lr", at::zeros({1}), "'param_groups.0.lr' is not a tensor without dimensions");
-  refused("state.0.d", at::zeros({12}, at::kDouble), "prev_flat_grad of shape [11], but needs [12]");
+  refused("state.0.d", at::zeros({12}, at::kDouble),
+          "prev_flat_grad in the state of LBFGS: expected shape [12], got [11]");
   refused("state.0.d", Tensor(), "has no d");
-  refused("state.0.old_dirs", at::zeros({pairs, 7}), "old_dirs of shape");
-  refused("state.0.ro", at::ones({pairs + 1}), "old_dirs of shape");
-  refused("state.0.n_iter", at::scalar_tensor(-1, at::kLong), "n_iter = -1");
+  refused("state.0.old_dirs", at::zeros({pairs, 7}), "old_dirs in the state of LBFGS: expected shape");
+  refused("state.0.ro", at::ones({pairs + 1}), "old_dirs in the state of LBFGS: expected shape");
+  refused("state.0.n_iter", at::scalar_tensor(-1, at::kLong),
+          "n_iter in the state of LBFGS: expected 0 or more, got -1");
   refused("state.0.n_iter", at::scalar_tensor(0, at::kLong), "after 0 directions has no 'H_diag'");
   // Of other parameters, as a dictionary and as an archive.
   const Problem other = problem("valley", at::kDouble);
   muster::LBFGS theirs(other.parameters, {.lr = 0.3});
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { theirs.load_state_dict(good); }),
-                  "is for 11 numbers, and its parameters have 6");
+                  "expected 6 numbers, as its parameters have, got 11");
   std::stringstream bytes;
   torch::save(optimizer, bytes);
   muster::LBFGS two({at::ones({3}).requires_grad_(), at::ones({4}).requires_grad_()}, {.lr = 0.3});
   std::stringstream again(bytes.str());
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { torch::load(two, again); }), "is for 11 numbers");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { torch::load(two, again); }), "as its parameters have, got 11");
   EXPECT_EQ(two.options().lr, 0.3);
   EXPECT_TRUE(two.state().empty());
   std::stringstream once_more(bytes.str());

@@ -187,28 +187,30 @@ TEST_F(Lbfgs, BadUseIsRefused) {
   };
   torch::optim::Optimizer& base = optimizer;
   refused("Call step(closure)", [&] { base.step(); });
-  refused("no tensor, but must return one real number", [&] { optimizer.step([] { return Tensor(); }); });
+  refused("expected one real number, got no tensor", [&] { optimizer.step([] { return Tensor(); }); });
   refused("a tensor of shape [7]", [&] { optimizer.step([&] { return w; }); });
-  refused("lr is -1", [&] { muster::LBFGS(here.parameters, {.lr = -1}); });
-  refused("max_iter is 0", [&] { muster::LBFGS(here.parameters, {.max_iter = 0}); });
-  refused("max_iter is 9.22337e+18", [&] { muster::LBFGS(here.parameters, {.max_iter = INT64_MAX}); });
-  refused("max_eval is -1", [&] { muster::LBFGS(here.parameters, {.max_eval = -1}); });
-  refused("history_size is 0", [&] { muster::LBFGS(here.parameters, {.history_size = 0}); });
-  refused("tolerance_grad is nan", [&] { muster::LBFGS(here.parameters, {.tolerance_grad = NAN}); });
-  refused("line_search_fn is 2",
+  refused("lr: expected a finite number of 0 or more, got -1", [&] { muster::LBFGS(here.parameters, {.lr = -1}); });
+  refused("max_iter: expected 1 to 2^50, got 0", [&] { muster::LBFGS(here.parameters, {.max_iter = 0}); });
+  refused("max_iter: expected 1 to 2^50, got 9.22337e+18",
+          [&] { muster::LBFGS(here.parameters, {.max_iter = INT64_MAX}); });
+  refused("max_eval: expected 1 to 2^50, got -1", [&] { muster::LBFGS(here.parameters, {.max_eval = -1}); });
+  refused("history_size: expected 1 to 2^50, got 0", [&] { muster::LBFGS(here.parameters, {.history_size = 0}); });
+  refused("tolerance_grad: expected a finite number, got nan",
+          [&] { muster::LBFGS(here.parameters, {.tolerance_grad = NAN}); });
+  refused("line_search_fn: expected LineSearch::kNone or kStrongWolfe, got 2",
           [&] { muster::LBFGS(here.parameters, {.line_search_fn = static_cast<LineSearch>(2)}); });
   refused("have no elements", [&] { muster::LBFGS({at::zeros({0}), at::zeros({2, 0})}); });
   refused("no parameters", [&] { muster::LBFGS(Tensors{}); });
   refused("was given twice", [&] { muster::LBFGS({w, unused, w}); });
   refused("not a tensor of floating-point", [&] { muster::LBFGS({w, at::ones({3}, at::kLong)}); });
   refused("are on cpu and meta", [&] { muster::LBFGS({w, at::ones({3}, at::kMeta)}); });
-  refused("one group of parameters, not 2", [&] {
+  refused("expected one group of parameters, got 2", [&] {
     muster::LBFGS({torch::optim::OptimizerParamGroup({w}), torch::optim::OptimizerParamGroup({unused})});
   });
   refused("options of another class", [&] { muster::LBFGS({muster::Adam::group({w}, {})}); });
   refused("takes no other", [&] { optimizer.add_param_group(torch::optim::OptimizerParamGroup({at::ones({1})})); });
   optimizer.options().max_eval = -3;
-  refused("max_eval is -3", [&] { make_steps(optimizer, here, 1); });
+  refused("max_eval: expected 1 to 2^50, got -3", [&] { make_steps(optimizer, here, 1); });
   base.add_param_group(torch::optim::OptimizerParamGroup({at::ones({1})}));
   refused("another was added", [&] { make_steps(optimizer, here, 1); });
   // The options of a group count.

@@ -148,11 +148,11 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   };
   refused("state.0.momentum_buffer", at::zeros({3, 4}), "no 'state.0.momentum_buffer'");
   refused("state.3.step", at::zeros({}), "no 'state.3.step'");
-  refused("state.0.exp_avg", at::zeros({4, 4}), "'state.0.exp_avg' is of shape [4, 4], but must be of [3, 4]");
-  refused("param_groups.0.betas", at::zeros({3}), "is of shape [3]");
+  refused("state.0.exp_avg", at::zeros({4, 4}), "'state.0.exp_avg': expected shape [3, 4], got [4, 4]");
+  refused("param_groups.0.betas", at::zeros({3}), "expected shape [2], got [3]");
   refused("param_groups.0.decoupled_weight_decay", at::ones({}), "is that of AdamW");
   refused("param_groups.0.initial_rate", at::zeros({}), "no 'param_groups.0.initial_rate'");
-  refused("param_groups.0.betas", at::ones({2}), "betas.first is 1");
+  refused("param_groups.0.betas", at::ones({2}), "betas.first: expected a number of 0 or more and below 1, got 1");
   auto without_step = good;
   without_step.erase("state.2.step");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { adam.load_state_dict(without_step); }),
@@ -172,7 +172,7 @@ TEST(Optimizers, StatesThatDoNotFitAreRefused) {
   muster::Adam other(others);
   std::stringstream again(bytes.str());
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { torch::load(other, again); }),
-                  "exp_avg of shape [5, 4], but must be of [7, 4]");
+                  "exp_avg in the archive: expected shape [7, 4], got [5, 4]");
   EXPECT_TRUE(other.state().empty());
   make_steps(other, others, 0, 1);
   sgd.options().momentum = -1;

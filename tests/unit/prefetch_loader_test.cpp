@@ -403,9 +403,9 @@ TEST(PrefetchLoader, RefusesWhatCannotBe) {
   const auto refusal = [](const PrefetchLoaderOptions& options) {
     return message_of<InvalidArgument>([&] { PrefetchLoader(kEcho, some_sampler(), options); });
   };
-  EXPECT_CONTAINS(refusal({.batch_size = 0}), "batch_size must be at least 1");
-  EXPECT_CONTAINS(refusal({.prefetch_factor = 0}), "prefetch_factor must be at least 1");
-  EXPECT_CONTAINS(refusal({.timeout = std::chrono::milliseconds(-1)}), "timeout is -1 ms");
+  EXPECT_CONTAINS(refusal({.batch_size = 0}), "batch_size: expected 1 or more");
+  EXPECT_CONTAINS(refusal({.prefetch_factor = 0}), "prefetch_factor: expected 1 or more");
+  EXPECT_CONTAINS(refusal({.timeout = std::chrono::milliseconds(-1)}), "timeout: expected 0 ms or more, got -1 ms");
   auto other = DistributedSampler(51, {.num_replicas = 2, .rank = 1, .seed = 9});
   PrefetchLoader loader(kEcho, some_sampler(), {.batch_size = 4});
   const auto first = loader.next();

@@ -113,7 +113,7 @@ TEST(RemotePartition, AModulesStateIsOneThing) {
 TEST(RemotePartition, WhatCannotBeSplitIsSaid) {
   const DimPartitioner split(1, four());
   const auto sizes = message_of<InvalidArgument>([&] { split(at::rand({2, 3}), 5, std::vector{at::rand({2, 4})}); });
-  EXPECT_CONTAINS(sizes, "argument 2 has 4 rows in dimension 1, and one of argument 0 has 3");
+  EXPECT_CONTAINS(sizes, "argument 2: expected 3 rows in dimension 1, as one of argument 0 has, got 4");
   EXPECT_CONTAINS(sizes, "muster::Whole");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { split(at::rand({2})); }), "1 dimension, which");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { DimPartitioner(0, four())(at::rand({})); }), "0 dimensions");

@@ -130,15 +130,16 @@ TEST(Schedules, BadUseIsRefused) {
   EXPECT_CONTAINS(refusal([&] { ConstantLR(o, 2); }), "factor");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 0.1}); }), "total_steps");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.total_steps = 5}); }), "max_lr");
-  EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lrs = {1, 2, 3}, .total_steps = 5}); }), "rates for 3");
+  EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lrs = {1, 2, 3}, .total_steps = 5}); }), "2 groups, got 3");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 0.1}); }), "has none");
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(o, {.max_lr = 1, .total_steps = 10, .pct_start = 1}); }), "has none");
   EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.factor = 1}); }), "factor");
-  EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.min_lrs = {0.1}}); }), "1 min_lrs for 2 groups");
-  EXPECT_CONTAINS(refusal([&] { CyclicLR(o, {.max_lr = 1, .base_lrs = {0.1}}); }), "1 base_lrs and 2 max_lrs for 2");
+  EXPECT_CONTAINS(refusal([&] { ReduceLROnPlateau(o, {.min_lrs = {0.1}}); }),
+                  "expected one for each of 2 groups, got 1");
+  EXPECT_CONTAINS(refusal([&] { CyclicLR(o, {.max_lr = 1, .base_lrs = {0.1}}); }), "2 groups, got 1 and 2");
   EXPECT_CONTAINS(refusal([&] { rates::cyclic({.max_lrs = {0.1, 0.2}}); }), "of all groups");
   EXPECT_CONTAINS(refusal([&] { rates::one_cycle({.max_lrs = {0.1, 0.2}, .total_steps = 5}); }), "of all groups");
-  EXPECT_CONTAINS(refusal([&] { SWALR(o, {0.1, 0.2, 0.3}); }), "rates for 3");
+  EXPECT_CONTAINS(refusal([&] { SWALR(o, {0.1, 0.2, 0.3}); }), "2 groups, got 3");
   EXPECT_CONTAINS(refusal([&] { SequentialLR(o, {rates::exponential(1)}, {5}); }), "milestone");
   EXPECT_CONTAINS(refusal([&] { ChainedScheduler(o, {}); }), "at least one");
   {  // A step that is refused is refused again, and a function that throws once is called again.
@@ -146,7 +147,8 @@ TEST(Schedules, BadUseIsRefused) {
         o, {rates::sequential({rates::exponential(0.5), rates::one_cycle({.max_lr = 0.1, .total_steps = 5})}, {3}),
             rates::exponential(0.9)});
     chain.step(8);
-    for (int again = 0; again < 2; ++again) EXPECT_CONTAINS(refusal([&] { chain.step(); }), "step 6 of a OneCycleLR");
+    for (int again = 0; again < 2; ++again)
+      EXPECT_CONTAINS(refusal([&] { chain.step(); }), "OneCycleLR: expected at most 5 steps");
     EXPECT_EQ(chain.last_epoch(), 8);
     bool throws = true;
     MultiplicativeLR product(o, std::function<double(int64_t)>([&](int64_t epoch) {
@@ -165,20 +167,21 @@ TEST(Schedules, BadUseIsRefused) {
     EXPECT_THROW(LRScheduler(functional, [bad](double, int64_t) { return bad; }), InvalidArgument);
   OneCycleLR short_one(o, {.max_lr = 0.1, .total_steps = 5});
   short_one.step(5);
-  EXPECT_CONTAINS(refusal([&] { short_one.step(); }), "step 6 of a OneCycleLR of 5 steps");
+  EXPECT_CONTAINS(refusal([&] { short_one.step(); }), "OneCycleLR: expected at most 5 steps, got 6");
   EXPECT_EQ(short_one.last_epoch(), 5);
-  EXPECT_CONTAINS(refusal([&] { short_one.step(-1); }), "at least 0");
+  EXPECT_CONTAINS(refusal([&] { short_one.step(-1); }), "expected 0 or more, got -1");
   muster::Adagrad without({at::zeros({1}).requires_grad_()});
   EXPECT_CONTAINS(refusal([&] { OneCycleLR(without, {.max_lr = 0.1, .total_steps = 5}); }),
                   "neither momentum nor betas");
   EXPECT_EQ(without.options().lr, 0.01);
   OneCycleLR(without, {.max_lr = 0.1, .total_steps = 5, .cycle_momentum = false});
   StepLR of_one(without, 3);
-  EXPECT_CONTAINS(refusal([&] { load(of_one, saved(short_one)); }), "has 2 groups, and this one 1");
+  EXPECT_CONTAINS(refusal([&] { load(of_one, saved(short_one)); }), "expected 1 groups, as this one has, got 2");
   torch::serialize::OutputArchive empty;
   EXPECT_THROW(load(of_one, bytes_of(empty)), CorruptError);
   without.add_param_group(t::OptimizerParamGroup({at::zeros({1}).requires_grad_()}));
-  EXPECT_CONTAINS(refusal([&] { of_one.step(); }), "has 2 groups, and its schedule was made for 1");
+  EXPECT_CONTAINS(refusal([&] { of_one.step(); }),
+                  "the optimizer: expected 1 groups, as when its schedule was made, got 2");
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ TEST_P(SnapshotTest, InPartTooWhatIsThereHasToFit) {
                         snapshot.add("model", *training.net);
                       },
                       kInPart),
-                  "tensor 'model/c.weight' is Float [3 x 200] in the snapshot, and Float [3 x 100] here");
+                  "tensor 'model/c.weight' in the snapshot: expected Float [3 x 100], as here, got Float [3 x 200]");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(
                       2,
                       [](Training& training, Snapshot& snapshot) {
@@ -73,7 +73,7 @@ TEST_P(SnapshotTest, InPartTooWhatIsThereHasToFit) {
                         snapshot.add("model", *training.net).add("optimizer", *training.optimizer);
                       },
                       kInPart),
-                  "'optimizer' has 2 groups of parameters in the snapshot, and 1 here");
+                  "'optimizer' in the snapshot: expected 1 groups of parameters, as here, got 2");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(
                       2, [](Training& training, Snapshot& snapshot) { snapshot.add("net", *training.net); }, kInPart),
                   "the snapshot has nothing of what was added, but 'best', ");

@@ -200,14 +200,14 @@ TEST_P(SnapshotTest, WhatDoesNotFitIsRefusedBeforeAnythingChanges) {
                                                    training.net->c->weight.set_data(torch::zeros({3, 100}));
                                                    training.add_to(snapshot);
                                                  }),
-                  "tensor 'model/c.weight' is Float [3 x 200] in the snapshot, and Float [3 x 100] here");
+                  "tensor 'model/c.weight' in the snapshot: expected Float [3 x 100], as here, got Float [3 x 200]");
   EXPECT_CONTAINS(restore_error<InvalidArgument>(2,
                                                  [](Training& training, Snapshot& snapshot) {
                                                    training.optimizer = std::make_unique<torch::optim::SGD>(
                                                        training.net->parameters(), 0.1);
                                                    training.add_to(snapshot);
                                                  }),
-                  "'optimizer' has 2 groups of parameters in the snapshot, and 1 here");
+                  "'optimizer' in the snapshot: expected 1 groups of parameters, as here, got 2");
   EXPECT_EQ(contents(), before);
 }
 

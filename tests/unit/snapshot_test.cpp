@@ -367,9 +367,9 @@ TEST_P(SnapshotTest, ChecksItsArguments) {
   run_threads(1, [&](World&) {
     EXPECT_CONTAINS(message_of<InvalidArgument>([] { Snapshot({}); }), "needs a folder");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { Snapshot({.folder = folder_, .every = -1}); }),
-                    ".every must be at least 0, got -1");
+                    ".every: expected 0 or more, got -1");
     EXPECT_CONTAINS(message_of<InvalidArgument>([&] { Snapshot({.folder = folder_, .keep = 0}); }),
-                    ".keep must be at least 1, got 0");
+                    ".keep: expected 1 or more, got 0");
     EXPECT_CONTAINS(message_of<Unavailable>([] { Snapshot({.folder = "/proc/none/here"}); }), "cannot make the folder");
     Snapshot snapshot({.folder = folder_ / "a" / "b"});
     EXPECT_TRUE(fs::is_directory(folder_ / "a" / "b"));

@@ -233,7 +233,8 @@ TEST(DistributedStream, RefusesWhatCannotBe) {
   EXPECT_THROW(DistributedStream(Counting{}), Aborted);  // no World in this thread
   DistributedStream stream(Counting{.size = 9}, {.num_replicas = 2, .rank = 0, .seed = 1});
   DistributedStream other(Counting{.size = 9}, {.num_replicas = 2, .rank = 0, .seed = 2});
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(stream)); }), "seed 1, this one 2");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(stream)); }),
+                  "expected seed 2, as this one has, got 1");
   torch::serialize::OutputArchive empty;
   EXPECT_THROW(load(other, bytes_of(empty)), CorruptError);
 }
@@ -305,9 +306,11 @@ TEST(ShardedSource, BelongsToItsRank) {
   DistributedStream first(sharded<ShardReader>(kShards, 0, 2)), second(sharded<ShardReader>(kShards, 1, 2));
   EXPECT_EQ(second.rank(), 1);
   EXPECT_EQ(second.num_replicas(), 2);
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(second, saved(first)); }), "rank 0, this one 1");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(second, saved(first)); }),
+                  "expected rank 1, as this one has, got 0");
   DistributedStream other(sharded<ShardReader>({{0, 5}}, 0, 2));
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(first)); }), "shards 5, this one 1");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { load(other, saved(first)); }),
+                  "expected shards 1, as this one has, got 5");
 }
 
 // Files of other names, or in another order, have other examples; their folder may have moved.

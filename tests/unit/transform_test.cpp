@@ -395,25 +395,25 @@ TEST(Transform, MisuseIsNamed) {
       EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
     }
   };
-  says("lr is -1", [] { optim::sgd({.lr = -1}); });
-  says("betas.first is 1", [] { optim::adam({.betas = {1, 0.9}}); });
-  says("eps is -1", [] { optim::rmsprop({.eps = -1}); });
+  says("lr: expected a finite number of 0 or more, got -1", [] { optim::sgd({.lr = -1}); });
+  says("betas.first: expected a number of 0 or more and below 1, got 1", [] { optim::adam({.betas = {1, 0.9}}); });
+  says("eps: expected a finite number of 0 or more, got -1", [] { optim::rmsprop({.eps = -1}); });
   says("nesterov", [] { optim::sgd({.lr = 1, .nesterov = true}); });
   says("nesterov", [] { optim::trace({.dampening = 0.1, .nesterov = true}); });
-  says("transition_steps is 0",
+  says("transition_steps: expected 1 or more, got 0",
        [] { optim::linear_schedule({.init_value = 1, .end_value = 2, .transition_steps = 0}); });
   const Tensors one{at::ones({1})}, two{at::ones({1}), at::ones({1})};
   const auto adam = optim::adam();
-  says("2 updates for 1 parameters", [&] { adam.update(two, adam.init(one), one); });
-  says("the state has", [&] { adam.update(two, adam.init(one), two); });
-  says("the state has 0 parts, the chain 3", [&] { adam.update(one, OptState{}, one); });
+  says("update(): expected 1 updates, one for each parameter, got 2", [&] { adam.update(two, adam.init(one), one); });
+  says("the state: expected", [&] { adam.update(two, adam.init(one), two); });
+  says("the state: expected 3 parts, as the chain has, got 0", [&] { adam.update(one, OptState{}, one); });
   says("weight decay needs the parameters", [&] {
     const auto decay = optim::adam({.weight_decay = 0.1});
     decay.update(one, decay.init(one));
   });
-  says("the mask has 1 entries for 2 leaves",
+  says("the mask: expected 2 entries, one for each leaf, got 1",
        [&] { optim::masked(optim::scale(2), std::vector<bool>{true}).init(two); });
-  says("apply_updates() got 1 updates for 2", [&] { optim::apply_updates(two, one); });
+  says("apply_updates(): expected 2 updates, one for each parameter, got 1", [&] { optim::apply_updates(two, one); });
 }
 
 }  // namespace

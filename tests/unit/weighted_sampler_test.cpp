@@ -142,9 +142,10 @@ TEST(DistributedWeightedSampler, RefusesWhatCannotBeDrawn) {
     options.rank = 0;
     return message_of<InvalidArgument>([&] { DistributedWeightedSampler(weights, options); });
   };
-  EXPECT_CONTAINS(refusal({1, -1}), "weight 1 is -1");
-  EXPECT_CONTAINS(refusal({std::nan(""), 1}), "weight 0 is nan");
-  EXPECT_CONTAINS(refusal({std::numeric_limits<double>::infinity()}), "weight 0 is inf");
+  EXPECT_CONTAINS(refusal({1, -1}), "weight 1: expected a finite number of 0 or more, got -1");
+  EXPECT_CONTAINS(refusal({std::nan(""), 1}), "weight 0: expected a finite number of 0 or more, got nan");
+  EXPECT_CONTAINS(refusal({std::numeric_limits<double>::infinity()}),
+                  "weight 0: expected a finite number of 0 or more, got inf");
   EXPECT_CONTAINS(refusal({0, 0}), "none of the 2 weights is above 0");
   EXPECT_CONTAINS(refusal({}, {.num_samples = 1}), "none of the 0 weights is above 0");
   EXPECT_CONTAINS(refusal({1e308, 1e308}), "overflows");
@@ -154,7 +155,8 @@ TEST(DistributedWeightedSampler, RefusesWhatCannotBeDrawn) {
                   }),
                   "one-dimensional");
   DistributedWeightedSampler sampler({1, 2}, {.num_replicas = 1, .rank = 0});
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { sampler.reset(3); }), "made for 2 samples, and reset for 3");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { sampler.reset(3); }),
+                  "reset(): expected 2 samples, as it was made for, got 3");
   sampler.reset(2);
   EXPECT_THROW(sampler.next(0), InvalidArgument);
   EXPECT_THROW(sampler.seek(0, 3), InvalidArgument);

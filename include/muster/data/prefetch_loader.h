@@ -107,7 +107,7 @@ class PrefetchLoader {
         rank_(options.rank ? *options.rank : data::rank_in_world()),
         sampler_(std::move(sampler)),
         queue_(options.workers, options.workers * options.prefetch_factor, options.timeout) {
-    if (options.batch_size == 0) throw InvalidArgument("PrefetchLoader: batch_size must be at least 1, got 0");
+    if (options.batch_size == 0) throw InvalidArgument("PrefetchLoader: batch_size: expected 1 or more, got 0");
     if (data::kGivesBatches<Sampler> && options.drop_last)
       throw InvalidArgument("PrefetchLoader: drop_last is set, but each item of the sampler is a whole batch",
                             "Set drop_last of the sampler");

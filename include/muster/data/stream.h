@@ -137,7 +137,7 @@ class DistributedStream final
   }
   // The next `batch_size` examples, fewer at the end, then nullopt. InvalidArgument if batch_size is 0.
   std::optional<std::vector<Example>> get_batch(size_t batch_size) override {
-    if (batch_size == 0) throw InvalidArgument("DistributedStream: the batch size must be at least 1, got 0");
+    if (batch_size == 0) throw InvalidArgument("DistributedStream: the batch size: expected 1 or more, got 0");
     const std::scoped_lock lock(state_->mutex);
     auto batch = state_->next(batch_size);
     if (batch.empty()) return std::nullopt;

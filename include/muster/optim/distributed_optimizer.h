@@ -191,7 +191,7 @@ class DistributedOptimizer {
   // Sets the rate from the next step() on, on all owners. Errors: InvalidArgument if lr is below 0; that step() throws
   // the errors of O.
   void set_lr(double lr) {
-    if (!(lr >= 0)) throw InvalidArgument("lr is " + std::to_string(lr) + " and must not be below 0");
+    if (!(lr >= 0)) throw InvalidArgument("lr: expected 0 or more, got " + std::to_string(lr));
     lr_.store(lr, std::memory_order_relaxed);
   }
 

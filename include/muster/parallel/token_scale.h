@@ -40,8 +40,8 @@ inline double token_scale(double tokens, const CollectiveOptions& options = {}, 
   const Group group = options.group.resolved();
   all_reduce(total, {.op = ReduceOp::SUM, .group = group, .timeout = options.timeout}, site);
   if (values[1] != 0)
-    throw InvalidArgument("token_scale(): a rank's tokens are not a number of 0 or more; this rank's are " +
-                          std::to_string(tokens));
+    throw InvalidArgument("token_scale(): tokens: expected a finite number of 0 or more on each rank, got " +
+                          std::to_string(tokens) + " on this rank");
   return values[0] > 0 ? group.size() / values[0] : 0;
 }
 

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <exception>
 #include <memory>
+#include <string>
 
 #include "muster/remote/remote_call.h"
 #include "muster/remote/team.h"
@@ -29,7 +30,8 @@ Team::Workers candidates(const WorkerId& worker, const Team::Workers& like);
 
 template <auto F, typename Options, typename... A>
 PartCalls<rpc::result_of<F>> start_parts(std::vector<RemotePart<A...>> parts, const Options& options) {
-  if (options.max_retries < 0) throw InvalidArgument("remote_call: .max_retries is below 0");
+  if (options.max_retries < 0)
+    throw InvalidArgument("remote_call: .max_retries: expected 0 or more, got " + std::to_string(options.max_retries));
   std::vector<int> workers, named;  // all looked up before anything is sent; -1: any of `among`
   std::vector<Team::Workers> among;
   bool any = false;

@@ -95,7 +95,8 @@ void backward(const Context& context, const std::vector<Tensor>& roots, std::vec
   const auto& state = context.state();
   state->check();
   if (!gradients.empty() && gradients.size() != roots.size())
-    throw InvalidArgument(text("backward of ", roots.size(), " roots with ", gradients.size(), " gradients"));
+    throw InvalidArgument(
+        text("backward(): expected ", roots.size(), " gradients, one for each root, got ", gradients.size()));
   gradients.resize(roots.size());
   edge_list edges;
   for (size_t i = 0; i < roots.size(); ++i) {
@@ -108,8 +109,9 @@ void backward(const Context& context, const std::vector<Tensor>& roots, std::vec
       continue;
     }
     if (roots[i].numel() != 1)
-      throw InvalidArgument(text("root ", i, " has ", roots[i].numel(), " elements, and no gradient"),
-                            "Take its sum, or pass a gradient");
+      throw InvalidArgument(
+          text("root ", i, ": expected one element, because it has no gradient, got ", roots[i].numel()),
+          "Take its sum, or pass a gradient");
     gradients[i] = at::ones_like(roots[i]);
   }
   Pass pass{.leaves = Leaves::kContext,

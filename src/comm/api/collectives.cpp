@@ -63,7 +63,7 @@ Operation all_to_all_operation(const at::Tensor& output, const at::Tensor& input
 }
 constexpr int kHighestTag = (1 << 28) - 2;  // Muster's own are above (broadcast_bytes.cpp)
 [[noreturn]] void refuse_tag(int tag) {
-  throw InvalidArgument(text("a message has the ", tag < 0 ? "negative " : "", "tag ", tag),
+  throw InvalidArgument(text("the tag of a message: expected 0 to ", kHighestTag, ", got ", tag),
                         text("Use 0 … ", kHighestTag));
 }
 int checked(int tag) {

@@ -157,8 +157,9 @@ std::vector<ReceivedObject> gather_bytes(const PackedObject& mine, int dst, cons
 void check_scattered(size_t objects, int src, const Group& group) {
   const int n = group.size(), rank = group.rank();
   if (rank == src && objects != static_cast<size_t>(n))
-    throw InvalidArgument(text("scatter_object: there are ", objects, " objects in a group of ", n),
-                          "Give one for each rank");
+    throw InvalidArgument(
+        text("scatter_object: objects: expected one for each rank of a group of ", n, ", got ", objects),
+        "Give one for each rank");
   if (rank != src && objects != 0)
     throw InvalidArgument(
         text("scatter_object: objects were given on rank ", rank, ", which is not the source (", src, ")"),

@@ -161,7 +161,8 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
           Tensors parts;
           for (const auto& of_rank : outputs) {
             if (of_rank.size() != inputs.size())
-              throw InvalidArgument("allgather_coalesced needs as many outputs for each rank as there are inputs");
+              throw InvalidArgument(text("allgather_coalesced: outputs of a rank: expected one for each of ",
+                                         inputs.size(), " inputs, got ", of_rank.size()));
             parts.push_back(of_rank[i]);
           }
           operations.push_back(all_gather_of(inputs[i], std::move(parts), options));
@@ -176,7 +177,8 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   return issue_batch(
       [&] {
         if (outputs.size() != inputs.size())
-          throw InvalidArgument("allgather_into_tensor_coalesced needs one output for each input");
+          throw InvalidArgument(text("allgather_into_tensor_coalesced: outputs: expected one for each of ",
+                                     inputs.size(), " inputs, got ", outputs.size()));
         std::vector<Operation> operations;
         for (size_t i = 0; i < inputs.size(); ++i)
           operations.push_back(all_gather_of(inputs[i], {outputs[i]}, options));
@@ -228,7 +230,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   return issue_batch(
       [&] {
         if (outputs.size() != inputs.size())
-          throw InvalidArgument("reduce_scatter_tensor_coalesced needs one output for each input");
+          throw InvalidArgument(text("reduce_scatter_tensor_coalesced: outputs: expected one for each of ",
+                                     inputs.size(), " inputs, got ", outputs.size()));
         std::vector<Operation> operations;
         for (size_t i = 0; i < inputs.size(); ++i)
           operations.push_back(reduce_scatter_of(outputs[i], {inputs[i]}, options));

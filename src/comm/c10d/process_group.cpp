@@ -149,7 +149,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
                                                                int size, const ProcessGroupOptions& options) {
   try {
     if (size < 1 || rank < 0 || rank >= size)
-      throw InvalidArgument(text("rank ", rank, " is outside a group of ", size));
+      throw InvalidArgument(text("rank: expected 0 to ", size - 1, " in a group of ", size, ", got ", rank));
     const std::shared_ptr<Store> ours = from_c10d(store);
     comm::Memberships& memberships = comm::Memberships::instance();
     const std::string prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1));

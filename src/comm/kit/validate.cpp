@@ -99,8 +99,7 @@ class Validator {
 
   void check_peer(std::string_view what) const {
     if (op_.peer < 0 || op_.peer >= size_)
-      fail(text("Use a rank from 0 to ", size_ - 1, " (ranks count within the group)"), what, " ", op_.peer,
-           " is outside a group of ", size_);
+      fail("Use the rank within the group", what, ": expected a rank from 0 to ", size_ - 1, ", got ", op_.peer);
   }
 
   void check_reduction() const {
@@ -110,7 +109,8 @@ class Validator {
     const at::Tensor& factor = op_.factor_tensor;
     if (op_.op == ReduceOp::PREMUL_SUM && factor.defined() && factor.numel() != 1 &&
         factor.sizes() != op_.tensor.sizes())
-      fail("Use one number, or one for each element", "the factor has ", factor.numel(), " elements");
+      fail("Use one number, or one for each element", "the factor: expected one number or shape ", op_.tensor.sizes(),
+           ", got shape ", factor.sizes());
   }
 
   void check_sparse() const {
@@ -132,8 +132,8 @@ class Validator {
       return;
     }
     if (parts.size() != static_cast<size_t>(size_))
-      fail(text("Give one tensor for each of the ", size_, " ranks, or one for all"), "there are ", parts.size(), " ",
-           name, "s in a group of ", size_);
+      fail(text("Give one tensor for each of the ", size_, " ranks, or one for all"), name,
+           "s: expected one for each rank of a group of ", size_, ", got ", parts.size());
     for (const auto& part : parts) check_part(part, name, each);
   }
   // The same, but a list may have parts of unequal sizes; only this rank's own part must be like op_.tensor.
@@ -150,8 +150,8 @@ class Validator {
     else
       check_tensor(part, name);
     if (part.numel() != numel || part.scalar_type() != op_.tensor.scalar_type())
-      fail("Make sizes and dtypes fit", "an ", name, " has ", part.numel(), " x ", c10::toString(part.scalar_type()),
-           " where ", numel, " x ", c10::toString(op_.tensor.scalar_type()), " are needed");
+      fail("Make sizes and dtypes fit", "an ", name, ": expected ", numel, " x ",
+           c10::toString(op_.tensor.scalar_type()), ", got ", part.numel(), " x ", c10::toString(part.scalar_type()));
   }
   void check_parts_of_root(const std::vector<at::Tensor>& parts, std::string_view name) const {
     if (rank_ == op_.peer)
@@ -164,8 +164,8 @@ class Validator {
   void check_all_to_all() const {
     if (op_.inputs.size() == static_cast<size_t>(size_) && size_ > 1) {
       if (op_.outputs.size() != op_.inputs.size())
-        fail("Give one input and one output per rank", "there are ", op_.outputs.size(), " outputs in a group of ",
-             size_);
+        fail("Give one input and one output per rank", "outputs: expected one for each rank of a group of ", size_,
+             ", got ", op_.outputs.size());
       for (size_t r = 0; r < op_.inputs.size(); ++r) {
         check_tensor(op_.inputs[r], "input");
         check_written(op_.outputs[r], "output");
@@ -176,8 +176,9 @@ class Validator {
       return;
     }
     if (op_.inputs.size() != 1 || op_.outputs.size() != 1)
-      fail("Give one input and one output per rank", "there are ", op_.inputs.size(), " inputs and ",
-           op_.outputs.size(), " outputs in a group of ", size_);
+      fail("Give one input and one output per rank",
+           "inputs and outputs: expected one of each for each rank of a group of ", size_, ", got ", op_.inputs.size(),
+           " and ", op_.outputs.size());
     check_tensor(op_.inputs.at(0), "input");
     check_written(op_.outputs.at(0), "output");
     if (op_.inputs[0].scalar_type() != op_.outputs[0].scalar_type())
@@ -193,10 +194,10 @@ class Validator {
       return;
     }
     if (splits.size() != static_cast<size_t>(size_))
-      fail("Give one split per rank", "there are ", splits.size(), " ", name, " splits for ", size_, " ranks");
+      fail("Give one split per rank", name, " splits: expected one for each of ", size_, " ranks, got ", splits.size());
     if (tensor.dim() == 0) fail("Use a tensor with rows", "splits need at least one dimension");
     for (const int64_t split : splits)
-      if (split < 0) fail("Splits count rows", "an ", name, " split is negative");
+      if (split < 0) fail("Splits count rows", "an ", name, " split: expected 0 or more, got ", split);
     int64_t left = tensor.size(0);  // counted down, because a sum of the caller's splits could overflow
     for (const int64_t split : splits) left = left < 0 || split > left ? -1 : left - split;
     if (left != 0) fail("Make them add up", "the ", name, " splits do not add up to its ", tensor.size(0), " rows");
@@ -216,7 +217,8 @@ void validate(const Operation& operation, int rank, int size, std::string_view b
 void validate_float(std::string_view option, at::ScalarType dtype) {
   constexpr std::array kUsable = {at::kBFloat16, at::kHalf, at::kFloat, at::kDouble};
   if (std::find(kUsable.begin(), kUsable.end(), dtype) == kUsable.end())
-    throw InvalidArgument(text(option, " is ", c10::toString(dtype)), "Use torch::kBFloat16, kHalf, kFloat or kDouble");
+    throw InvalidArgument(text(option, ": expected BFloat16, Half, Float or Double, got ", c10::toString(dtype)),
+                          "Use torch::kBFloat16, kHalf, kFloat or kDouble");
 }
 
 }  // namespace muster::comm

@@ -97,8 +97,9 @@ class WireBackend::MessageTransfer {
 void WireBackend::check_message(const Operation& operation) const {
   check();
   if (operation.tag < 0 || static_cast<uint32_t>(operation.tag) >= kWireTags)
-    throw InvalidArgument(text("tag ", operation.tag, " is outside the range of backend '", getBackendName(), "'"),
-                          text("Use 0 … ", kWireTags - 1));
+    throw InvalidArgument(
+        text("tag: expected 0 to ", kWireTags - 1, " with backend '", getBackendName(), "', got ", operation.tag),
+        text("Use 0 … ", kWireTags - 1));
 }
 
 std::unique_ptr<WireBackend::MessageTransfer> WireBackend::post(const Operation& operation) {

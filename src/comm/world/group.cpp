@@ -34,7 +34,7 @@ const std::vector<int>& Group::ranks() const { return state().ranks; }
 
 int Group::global_rank(int group_rank) const {
   if (group_rank < 0 || group_rank >= size())
-    throw InvalidArgument(text("rank ", group_rank, " is outside a group of ", size()));
+    throw InvalidArgument(text("rank: expected 0 to ", size() - 1, " in a group of ", size(), ", got ", group_rank));
   return state().ranks[static_cast<size_t>(group_rank)];
 }
 

@@ -24,7 +24,7 @@ namespace {
 int narrow(const char* name, int64_t value) {
   if (value < 0 || value > std::numeric_limits<int>::max())
     throw InvalidArgument(
-        text("the environment variable ", name, " is ", value, ", which is not a rank or a number of ranks"),
+        text("the environment variable ", name, ": expected a rank or a number of ranks, got ", value),
         text("Set ", name, " to a number from 0"));
   return static_cast<int>(value);
 }
@@ -78,7 +78,8 @@ std::shared_ptr<Store> served_by_this_process(const std::string& name,
 std::shared_ptr<Store> tcp_store(const Placement& placement, Deadline deadline) {
   const auto address = env_string("MASTER_ADDR"), agent = env_string("TORCHELASTIC_USE_AGENT_STORE");
   const auto port = require_env_int("MASTER_PORT");
-  if (port < 1 || port > 65535) throw InvalidArgument(text("MASTER_PORT is ", port, ", not a port"), "Use 1 to 65535");
+  if (port < 1 || port > 65535)
+    throw InvalidArgument(text("MASTER_PORT: expected a port, got ", port), "Use 1 to 65535");
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(port);
   options.isServer = placement.rank == 0 && agent != "True";
@@ -128,11 +129,12 @@ std::string parent_process() { return text(::getppid(), "/", start_time_of(::get
 
 void check(const Placement& p, const char* rank, const char* world_size) {
   if (p.world_size < 1)
-    throw InvalidArgument(text("the world size must be at least 1, got ", p.world_size),
+    throw InvalidArgument(text("the world size: expected 1 or more, got ", p.world_size),
                           text("Set ", world_size, " to 1 or more"));
   if (p.rank < 0 || p.rank >= p.world_size)
-    throw InvalidArgument(text("rank ", p.rank, " is outside a world of ", p.world_size),
-                          text("Set ", rank, " to 0 … ", p.world_size - 1));
+    throw InvalidArgument(
+        text("rank: expected 0 to ", p.world_size - 1, " in a world of ", p.world_size, ", got ", p.rank),
+        text("Set ", rank, " to 0 … ", p.world_size - 1));
 }
 
 }  // namespace

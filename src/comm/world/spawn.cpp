@@ -8,7 +8,7 @@
 namespace muster {
 
 void comm::WorldStarter::spawn(int n, const std::function<void(World&)>& fn, const WorldOptions& options) const {
-  if (n < 1) throw InvalidArgument(text("spawn(): the number of processes must be at least 1, got ", n));
+  if (n < 1) throw InvalidArgument(text("spawn(): the number of processes: expected 1 or more, got ", n));
   const auto outcome = launch::launch_function(n, [&] {
     World world = init(options);
     fn(world);

@@ -168,9 +168,10 @@ World::World(Placement placement, std::shared_ptr<Store> store, const WorldOptio
              const std::string& host)
     : state_(std::make_unique<State>()) {
   if (placement.world_size < 1)
-    throw InvalidArgument(text("the number of ranks must be at least 1, got ", placement.world_size));
+    throw InvalidArgument(text("the number of ranks: expected 1 or more, got ", placement.world_size));
   if (placement.rank < 0 || placement.rank >= placement.world_size)
-    throw InvalidArgument(text("rank ", placement.rank, " is outside a world of ", placement.world_size),
+    throw InvalidArgument(text("rank: expected 0 to ", placement.world_size - 1, " in a world of ",
+                               placement.world_size, ", got ", placement.rank),
                           text("Use 0 … ", placement.world_size - 1));
   if (!store)
     throw InvalidArgument("a World needs a store",
@@ -290,7 +291,8 @@ Group World::new_group(const std::vector<int>& ranks, const GroupOptions& option
   if (ranks.empty()) throw InvalidArgument("a group needs at least one rank");
   const std::set<int> unique(ranks.begin(), ranks.end());
   if (unique.size() != ranks.size() || *unique.begin() < 0 || *unique.rbegin() >= world_size())
-    throw InvalidArgument(text("[", join(ranks), "] is not a set of ranks of a world of ", world_size()),
+    throw InvalidArgument(text("ranks: expected different ones from 0 to ", world_size() - 1, " of a world of ",
+                               world_size(), ", got [", join(ranks), "]"),
                           text("Use each of 0 … ", world_size() - 1, " at most once"));
   const auto numbered = text("group ", ++state_->next_group);
   return Group(state_->make_group(options.name.empty() ? numbered : options.name, text(state_->prefix, '/', numbered),
@@ -368,7 +370,7 @@ void run_threads(int n, const std::function<void(World&)>& fn, const WorldOption
 }
 
 void comm::WorldStarter::run_threads(int n, const std::function<void(World&)>& fn, const WorldOptions& options) const {
-  if (n < 1) throw InvalidArgument(text("run_threads(): the number of ranks must be at least 1, got ", n));
+  if (n < 1) throw InvalidArgument(text("run_threads(): the number of ranks: expected 1 or more, got ", n));
   const auto store = make_memory_store();
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
   std::vector<std::thread> threads;

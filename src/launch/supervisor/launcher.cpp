@@ -19,32 +19,35 @@ namespace {
 void check(const HostOptions& hosts) {
   if (hosts.least < 1 || hosts.most < hosts.least)
     throw InvalidArgument(
-        text("the number of hosts must be MIN:MAX with 1 <= MIN <= MAX, got ", hosts.least, ':', hosts.most),
+        text("the number of hosts: expected MIN:MAX with 1 <= MIN <= MAX, got ", hosts.least, ':', hosts.most),
         "Use for example 2:4");
   if (hosts.rendezvous.empty())
     throw InvalidArgument("a job of several hosts needs a store in which they meet, and none is named",
                           "Name one (--rdzv, HostOptions::rendezvous)");
   if (hosts.patience < 2 * kBeat)
-    throw InvalidArgument(text("the patience must be at least ", (2 * kBeat).count(), " ms, got ",
-                               hosts.patience.count(), " ms: a host gives a sign of life every ", kBeat.count(), " ms"),
-                          "Use 1s or more");
+    throw InvalidArgument(
+        text("the patience: expected ", (2 * kBeat).count(), " ms or more, got ", hosts.patience.count(),
+             " ms (a host gives a sign of life every ", kBeat.count(), " ms)"),
+        "Use 1s or more");
   if (hosts.last_call < std::chrono::milliseconds(0))
-    throw InvalidArgument(text("last_call must be 0 ms or more, got ", hosts.last_call.count(), " ms"),
+    throw InvalidArgument(text("last_call: expected 0 ms or more, got ", hosts.last_call.count(), " ms"),
                           "Use 0 or more milliseconds");
   if (hosts.node >= hosts.most)
-    throw InvalidArgument(text("node ", hosts.node, " is outside a job of ", hosts.most, " hosts"),
-                          text("Use 0 to ", hosts.most - 1));
+    throw InvalidArgument(
+        text("node: expected 0 to ", hosts.most - 1, " in a job of ", hosts.most, " hosts, got ", hosts.node),
+        text("Use 0 to ", hosts.most - 1));
 }
 
 void check(const LaunchOptions& options) {
   if (options.ranks < 1)
-    throw InvalidArgument(text("the number of ranks must be at least 1, got ", options.ranks), "Use 1 or more");
+    throw InvalidArgument(text("the number of ranks: expected 1 or more, got ", options.ranks), "Use 1 or more");
   if (options.ranks > kMaxRanks)
-    throw InvalidArgument(text("the number of ranks on one host must be at most ", kMaxRanks, ", got ", options.ranks),
-                          text("Use at most ", kMaxRanks));
+    throw InvalidArgument(
+        text("the number of ranks on one host: expected at most ", kMaxRanks, ", got ", options.ranks),
+        text("Use at most ", kMaxRanks));
   if (options.settle.count() < 0 || options.grace.count() < 0 || options.stop_grace.count() < 0)
-    throw InvalidArgument(text("settle, grace and stop_grace must be 0 ms or more, got ", options.settle.count(), ", ",
-                               options.grace.count(), " and ", options.stop_grace.count(), " ms"),
+    throw InvalidArgument(text("settle, grace and stop_grace: expected 0 ms or more, got ", options.settle.count(),
+                               ", ", options.grace.count(), " and ", options.stop_grace.count(), " ms"),
                           "Use 0 or more milliseconds");
   for (const auto& [name, value] : options.env)
     if (name.empty() || name.find_first_of(std::string_view("=\0", 2)) != std::string::npos ||
@@ -54,7 +57,7 @@ void check(const LaunchOptions& options) {
                                  "or its name or value has a zero byte"),
                             "Choose another name or value");
   if (options.max_restarts < 0)
-    throw InvalidArgument(text("max_restarts must be at least 0, got ", options.max_restarts), "Use 0 or more");
+    throw InvalidArgument(text("max_restarts: expected 0 or more, got ", options.max_restarts), "Use 0 or more");
   if (options.keep_going && (options.max_restarts > 0 || options.hosts))
     throw InvalidArgument("keep_going (--keep-going) is for a job without restarts on one host",
                           "Choose whether the others go on without a rank that failed, or all start again");

@@ -79,7 +79,7 @@ struct AveragedModel::Impl {
 AveragedModel::AveragedModel(torch::nn::Module& module, AveragedModelOptions options)
     : impl_(new Impl{.module = module, .options = options}) {
   if (options.decay && !(*options.decay >= 0 && *options.decay <= 1))
-    throw InvalidArgument(text("AveragedModelOptions::decay is ", *options.decay),
+    throw InvalidArgument(text("AveragedModelOptions::decay: expected a number from 0 to 1, got ", *options.decay),
                           "Use a number from 0 to 1, such as 0.999");
   const at::NoGradGuard no_grad;
   const auto add = [&](const auto& items, bool is_averaged) {

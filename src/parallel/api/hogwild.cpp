@@ -71,7 +71,7 @@ void Hogwild::Impl::move_to_shared_memory(const std::vector<parallel::NamedTenso
   const bool is_first = group.rank() == 0;
   const parallel::Hosts hosts = parallel::hosts_of(group, world);
   if (hosts.ranks.size() > 1)
-    throw InvalidArgument(text("the ranks of a Hogwild are on ", hosts.ranks.size(), " hosts"),
+    throw InvalidArgument(text("the ranks of a Hogwild: expected one host, got ", hosts.ranks.size()),
                           "Give each host a group of its own, and average the models with a ModelAverager");
   const parallel::HostMemory memories = parallel::share_memory(is_first ? bytes : 0, bytes, hosts, group, world);
   memory = memories.mapped[0];
@@ -164,7 +164,8 @@ Hogwild::Hogwild(torch::nn::Module& module, HogwildOptions options) : impl_(std:
   if (s.options.timeout.count() == 0) s.options.timeout = world.parts().options.timeout;
   if (!s.group.is_member()) throw InvalidArgument("this rank is not a member of the Hogwild's group");
   if (s.options.max_staleness.value_or(0) < 0)
-    throw InvalidArgument(text("HogwildOptions::max_staleness is ", *s.options.max_staleness), "Use 0 or more");
+    throw InvalidArgument(text("HogwildOptions::max_staleness: expected 0 or more, got ", *s.options.max_staleness),
+                          "Use 0 or more");
   const auto tensors = parallel::tensors_of(module);
   for (const auto& [name, tensor] : tensors.all)
     if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided || parallel::may_be_watched(tensor))
@@ -211,7 +212,7 @@ void Hogwild::leave() {
 int64_t Hogwild::steps(int rank) const {
   const Impl& s = *impl_;
   if (rank < 0 || rank >= s.group.size())
-    throw InvalidArgument(text("there is no rank ", rank, " among the ", s.group.size(), " of the Hogwild"));
+    throw InvalidArgument(text("rank of the Hogwild: expected 0 to ", s.group.size() - 1, ", got ", rank));
   return s.clocks[rank].steps.load(std::memory_order_acquire);
 }
 

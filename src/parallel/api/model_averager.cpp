@@ -13,7 +13,8 @@ namespace muster {
 ModelAverager::ModelAverager(ModelAveragerOptions options) : options_(std::move(options)) {
   if (options_.periods.empty()) throw InvalidArgument("ModelAverager has no period", "Give one, as {{16, {}}}");
   for (auto& [period, group] : options_.periods) {
-    if (period < 1) throw InvalidArgument(text("a period of ModelAverager is ", period), "Use 1 or more");
+    if (period < 1)
+      throw InvalidArgument(text("a period of ModelAverager: expected 1 or more, got ", period), "Use 1 or more");
     group = group.resolved();
     if (!group.is_member())
       throw InvalidArgument(text("this rank is not a member of the group with period ", period, " of ModelAverager"));

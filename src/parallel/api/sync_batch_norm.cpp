@@ -222,8 +222,9 @@ SyncBatchNormImpl::SyncBatchNormImpl(const nn::BatchNormOptions& options, const 
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   if (input.dim() < 2)
-    throw InvalidArgument(text("SyncBatchNorm is given an input of size [", join(input.sizes()), "]"),
-                          "Its input has two dimensions or more: batch, channels, and any others");
+    throw InvalidArgument(
+        text("the input of SyncBatchNorm: expected two dimensions or more, got size [", join(input.sizes()), "]"),
+        "Its input has two dimensions or more: batch, channels, and any others");
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {

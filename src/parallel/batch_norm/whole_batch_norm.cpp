@@ -53,10 +53,12 @@ std::shared_ptr<const Group> not_ended(const std::weak_ptr<const Group>& group) 
 void require_usable(const BatchNormCall& call) {
   const Tensor& input = call.input;
   if (input.dim() < 2)
-    throw InvalidArgument(text("a synchronized batch norm is given an input of size [", join(input.sizes()), "]"),
+    throw InvalidArgument(text("the input of a synchronized batch norm: expected two dimensions or more, got size [",
+                               join(input.sizes()), "]"),
                           "Its input has two dimensions or more: batch, channels, and any others");
   if (!input.is_floating_point())
-    throw InvalidArgument(text("a synchronized batch norm is given an input of ", c10::toString(input.scalar_type())),
+    throw InvalidArgument(text("the input of a synchronized batch norm: expected floating-point numbers, got ",
+                               c10::toString(input.scalar_type())),
                           "Convert it to a floating-point dtype");
   if (input.is_meta())
     throw InvalidArgument("a synchronized batch norm is given an input without values, on the device meta",
@@ -68,8 +70,8 @@ void require_usable(const BatchNormCall& call) {
   for (const auto& [name, tensor] : all) {
     if (!tensor.defined()) continue;
     if (tensor.numel() != input.size(1))
-      throw InvalidArgument(text("a synchronized batch norm has ", tensor.numel(), " channels (", name,
-                                 "), and its input of size [", join(input.sizes()), "] has ", input.size(1)),
+      throw InvalidArgument(text("the input of a synchronized batch norm: expected ", tensor.numel(), " channels, as ",
+                                 name, " has, got ", input.size(1), " in size [", join(input.sizes()), "]"),
                             "Dimension 1 of the input is that of the channels");
     if (tensor.is_meta())
       throw InvalidArgument(text(name, " of a synchronized batch norm has no values, because it is on the device meta"),

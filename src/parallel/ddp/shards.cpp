@@ -60,7 +60,8 @@ at::Tensor Replica::Impl::with_copies(const std::function<at::Tensor()>& fn) con
 
 Shards::Shards(int count, const Group& group) : count_(count), group_(group.resolved()) {
   if (count < 1 || (count & (count - 1)) != 0)
-    throw InvalidArgument(text("DdpOptions::reproducible has ", count, " shards"), "Use a power of two");
+    throw InvalidArgument(text("DdpOptions::reproducible.shards: expected a power of two, got ", count),
+                          "Use a power of two");
   const int n = group_.size();
   if (count % n != 0)
     throw InvalidArgument(text(n, " ranks cannot share ", count, " shards equally"),

@@ -53,8 +53,9 @@ void quantize_into(const at::Tensor& packet, const Packet& form, const at::Tenso
 
 CommHook quantize(QuantizeOptions options) {
   if (options.elements_per_scale < 0)
-    throw InvalidArgument(text("QuantizeOptions::elements_per_scale is ", options.elements_per_scale),
-                          "Use 1 or more, or 0 for one scale per bucket");
+    throw InvalidArgument(
+        text("QuantizeOptions::elements_per_scale: expected 0 or more, got ", options.elements_per_scale),
+        "Use 1 or more, or 0 for one scale per bucket");
   return [options](GradBucket& bucket) -> HookFuture {
     const at::NoGradGuard no_grad;
     const at::Tensor to = bucket.buffer();

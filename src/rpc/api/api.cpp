@@ -65,9 +65,10 @@ void init(const Options& options) {
     throw InvalidArgument("RPC is already running in this World", "Call rpc::shutdown() first");
   for (const auto& [name, number] : {std::pair{"max_threads", options.max_threads}, {"max_calls", options.max_calls}})
     if (number < 1)
-      throw InvalidArgument(text("rpc::Options::", name, " must be at least 1, got ", number), "Use 1 or more");
+      throw InvalidArgument(text("rpc::Options::", name, ": expected 1 or more, got ", number), "Use 1 or more");
   if (options.timeout.count() < 0)
-    throw InvalidArgument(text("rpc::Options::timeout is ", options.timeout.count(), " ms"), "Use 0 for none, or more");
+    throw InvalidArgument(text("rpc::Options::timeout: expected 0 ms or more, got ", options.timeout.count(), " ms"),
+                          "Use 0 for none, or more");
   const auto agent = std::make_shared<Agent>(world, options);
   world.attach(agent);  // calls may come before start() returns
   world.attach(std::make_shared<AttachedAgent>(agent));

@@ -21,7 +21,7 @@ Ways Ways::parse(const std::string& transport) {
   if (name == "shm,ucx") return {.shm = true, .far = "ucx"};
   if (name == "tcp" || name == "ucx") return {.shm = false, .far = name};
   throw InvalidArgument(
-      muster::text(set ? muster::text(kVariable, " is \"") : std::string("there is no transport \""), name, '"'),
+      muster::text(set ? kVariable : "transport", ": expected the name of a transport, got \"", name, '"'),
       "Use auto, shm, tcp, ucx, or \"shm,ucx\": shared memory on one host and UCX between hosts");
 }
 

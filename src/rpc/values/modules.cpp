@@ -32,7 +32,8 @@ void check(const char* kind, const Dict& mine, const Named& given) {
     const at::Tensor* const own = mine.find(name);
     if (!own) throw Mismatch(text("the module has no ", kind, " '", name, "', which the state has"));
     if (own->defined() != tensor.defined() || (tensor.defined() && own->sizes() != tensor.sizes()))
-      throw Mismatch(text("the module's ", kind, " '", name, "' is ", shape(*own), ", the state's is ", shape(tensor)));
+      throw Mismatch(text("the state's ", kind, " '", name, "': expected ", shape(*own), ", as the module's, got ",
+                          shape(tensor)));
   }
   for (const auto& item : mine)
     if (std::none_of(given.begin(), given.end(), [&](const auto& each) { return each.first == item.key(); }))

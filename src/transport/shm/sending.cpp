@@ -38,9 +38,9 @@ void ShmTransport::plan_pieces(Peer& peer, const Message& message, Plan& plan) {
   if (message.pieces.size() > options_.limits.pieces || message.body.size() > options_.limits.body ||
       message.bytes() > options_.limits.bytes)
     throw InvalidArgument(
-        text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ", message.pieces.size(),
-             " pieces to the worker of rank ", peer.rank, " is above the limits: ", options_.limits.bytes,
-             " bytes (body ", options_.limits.body, "), ", options_.limits.pieces, " pieces"),
+        text("a message to the worker of rank ", peer.rank, ": expected at most ", options_.limits.bytes,
+             " bytes (body ", options_.limits.body, ") in ", options_.limits.pieces, " pieces, got ", message.bytes(),
+             " bytes (body ", message.body.size(), ") in ", message.pieces.size()),
         "Send it in several messages");
   const size_t largest = shm_rings::largest_record(capacity_);
   size_t used = align(sizeof(RecordHeader) + message.pieces.size() * sizeof(PieceRecord)) + align(message.body.size());

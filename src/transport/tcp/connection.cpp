@@ -50,9 +50,9 @@ void Connection::throw_lost() const { throw PeerLost(peer_.rank, peer_.pid, caus
 
 void Connection::send(Message message) {
   if (message.body.size() > limits_.body || message.pieces.size() > limits_.pieces || message.bytes() > limits_.bytes)
-    throw InvalidArgument(text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ",
-                               message.pieces.size(), " pieces to ", peer_.name, " is above the limits: ",
-                               limits_.bytes, " bytes (body ", limits_.body, "), ", limits_.pieces, " pieces"),
+    throw InvalidArgument(text("a message to ", peer_.name, ": expected at most ", limits_.bytes, " bytes (body ",
+                               limits_.body, ") in ", limits_.pieces, " pieces, got ", message.bytes(), " bytes (body ",
+                               message.body.size(), ") in ", message.pieces.size()),
                           "Send it in several messages");
   Outgoing frame(std::move(message));
   std::vector<Outgoing::Lent> lent;  // its owners are destroyed without the lock

@@ -174,9 +174,9 @@ void UcxTransport::send(int rank, Message message) {
   Peer& peer = to(rank);
   const Limits& limits = options_.limits;
   if (message.body.size() > limits.body || message.pieces.size() > limits.pieces || message.bytes() > limits.bytes)
-    throw InvalidArgument(text("a message of ", message.bytes(), " bytes (body ", message.body.size(), ") in ",
-                               message.pieces.size(), " pieces to ", peer.name, " is above the limits: ", limits.bytes,
-                               " bytes (body ", limits.body, "), ", limits.pieces, " pieces"),
+    throw InvalidArgument(text("a message to ", peer.name, ": expected at most ", limits.bytes, " bytes (body ",
+                               limits.body, ") in ", limits.pieces, " pieces, got ", message.bytes(), " bytes (body ",
+                               message.body.size(), ") in ", message.pieces.size()),
                           "Send it in several messages");
   Frame frame = pack(message);  // without the lock, because copying takes time
   Outflow::Spent spent;         // destroyed without the lock

@@ -202,7 +202,8 @@ void HierarchicalBackend::after_first_step() const {
 // --- messages ---
 
 Operation HierarchicalBackend::routed(const Operation& message, Inner& over) const {
-  if (message.tag < 0) throw InvalidArgument(text(to_string(message.kind), ": tag ", message.tag, " is negative"));
+  if (message.tag < 0)
+    throw InvalidArgument(text(to_string(message.kind), ": tag: expected 0 or more, got ", message.tag));
   Operation inner = message;
   over = all_;
   if (message.peer == kAnySource || host_of(message.peer) == own_host_) {

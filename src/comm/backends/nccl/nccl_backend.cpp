@@ -199,7 +199,7 @@ class NcclBackend final : public Backend {
     if (operation.kind == OpKind::kRecv && operation.peer == kAnySource)
       throw InvalidArgument("recv: NCCL does not receive from any rank", "Name the rank that sends");
     if (operation.peer < 0 || operation.peer >= getSize())
-      fail("rank ", operation.peer, " is outside a group of ", getSize());
+      fail("rank: expected 0 to ", getSize() - 1, " in a group of ", getSize(), ", got ", operation.peer);
   }
 
   static void require_one_device(const std::vector<Operation>& operations) {

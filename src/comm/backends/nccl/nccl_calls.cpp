@@ -24,8 +24,8 @@ std::vector<at::Tensor> parts(const Operation& operation, int size, std::vector<
   if (tensors.size() != 1 || size == 1) return tensors;
   const int64_t each = operation.tensor.numel();
   if (tensors[0].numel() != each * size)
-    throw InvalidArgument(text(to_string(operation.kind), ": a tensor for all ranks has ", tensors[0].numel(),
-                               " elements, and not ", size, " times ", each));
+    throw InvalidArgument(text(to_string(operation.kind), ": a tensor for all ranks: expected ", size, " times ", each,
+                               " elements, got ", tensors[0].numel()));
   std::vector<at::Tensor> all;
   for (int r = 0; r < size; ++r)
     all.push_back(tensors[0].view({-1}).narrow(0, r * each, each).view(operation.tensor.sizes()));
