@@ -119,7 +119,7 @@ inline constexpr size_t kRecordLine = 64;  // records of a ring begin and end on
 // written a record there, the receiver does not change them.
 struct PostedReceive {
   std::atomic<uint64_t> position{0};  // plus 1; 0: there is none
-  uint64_t place = 0;                 // of the tensor in the receiver's heap
+  std::atomic<uint64_t> place{0};     // of the tensor in the receiver's heap
   uint64_t bytes = 0;
   int32_t tag = 0;
   uint8_t dtype = 0;
@@ -134,8 +134,7 @@ struct alignas(kLine) RingControl {
   alignas(kLine) PostedReceive posted;              // by the receiver
   // Of the message by reference that is under way, which both ranks copy. By the receiver: the place of its tensor in
   // its heap, and then the number of the message.
-  uint64_t target = 0;
-  std::atomic<uint64_t> target_of{0};
+  std::atomic<uint64_t> target{0}, target_of{0};
   alignas(kLine) std::atomic<uint64_t> claimed{0};  // by both: how many pieces
   std::atomic<uint64_t> copied_by_sender{0};        // bytes
 };

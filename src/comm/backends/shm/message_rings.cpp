@@ -95,7 +95,7 @@ uint64_t Messages::posted_place(int peer, const MessageHeader& header) const {
   if (header.bytes < kLeastByReference) return kNotOnHeap;
   const PostedReceive& posted = out_[peer].control.posted;
   if (!is_for(posted, out_[peer].written(), header)) return kNotOnHeap;
-  const uint64_t place = posted.place;  // once: what was checked is what counts
+  const uint64_t place = posted.place.load(std::memory_order_relaxed);  // once: what was checked is what counts
   return channel_.lies_on_heap(peer, place, header.bytes) ? place : kNotOnHeap;
 }
 
@@ -175,7 +175,7 @@ void Messages::post_receive(int peer) {
   PostedReceive& posted = in_[peer].control.posted;
   const uint64_t position = in_[peer].read() + 1;
   if (posted.position.load(std::memory_order_relaxed) == position) return;  // it is this one
-  posted.place = receive.header.place;
+  posted.place.store(receive.header.place, std::memory_order_relaxed);
   posted.bytes = receive.header.bytes;
   posted.tag = receive.header.tag;
   posted.dtype = receive.header.dtype;
@@ -243,7 +243,7 @@ void Messages::say_target(int peer, const Incoming& in) {
   if (in.target->header.place == kNotOnHeap) return;
   RingControl& control = in_[peer].control;
   in.target->posted = true;
-  control.target = in.target->header.place;
+  control.target.store(in.target->header.place, std::memory_order_relaxed);
   control.target_of.store(control.copied.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   channel_.control(peer).inbox.ring();
 }
@@ -251,7 +251,7 @@ void Messages::say_target(int peer, const Incoming& in) {
 uint64_t Messages::help(Message& message) {
   RingControl& control = out_[message.peer].control;
   if (message.target == kNotOnHeap && control.target_of.load(std::memory_order_acquire) == message.number) {
-    const uint64_t place = control.target;
+    const uint64_t place = control.target.load(std::memory_order_relaxed);
     if (channel_.lies_on_heap(message.peer, place, message.header.bytes)) message.target = place;
   }
   if (message.target == kNotOnHeap) return 0;

@@ -37,19 +37,25 @@ void Messages::run(const std::shared_ptr<Message>& message) {
 }
 
 template <typename Condition>
-bool Messages::spin(int peer, Condition condition) const {
-  constexpr std::chrono::nanoseconds kFirst = std::chrono::microseconds(3);
+bool Messages::look(int peer, Condition condition) const {
+  using std::chrono::nanoseconds;
+  constexpr nanoseconds kFirst = std::chrono::microseconds(3), kFirstInACrowd = std::chrono::nanoseconds(500);
   const auto limit = channel_.spin();
-  if (limit <= kFirst || peer == kAnySource || peer == channel_.rank()) return shm::spin_until(limit, condition);
-  return shm::spin_until(kFirst, condition) ||
-         (!channel_.shares_core(peer) && shm::spin_until(limit - kFirst, condition));
+  if (peer == kAnySource || peer == channel_.rank()) return shm::spin_until(limit, condition);
+  if (limit > kFirst)
+    return shm::spin_until(kFirst, condition) ||
+           (!channel_.shares_core(peer) && shm::spin_until(limit - kFirst, condition));
+  // The ranks share cores, but most of them may sleep while two exchange messages. If the peer has just been woken on
+  // this rank's core, it cannot answer before this one sleeps, so it does not yield for long.
+  return shm::spin_until(kFirstInACrowd, condition) ||
+         (!channel_.shares_core(peer) && shm::yield_until(shm::kSpin, condition));
 }
 
 void Messages::move_until(Message& message, int peer) {
   const Awaiting awaiting(*this);
   while (!message.complete.load(std::memory_order_acquire)) {
     if (progress()) continue;
-    if (spin(peer, [&] { return progress() || message.complete.load(std::memory_order_acquire); })) continue;
+    if (look(peer, [&] { return progress() || message.complete.load(std::memory_order_acquire); })) continue;
     sleep_until_moved(message);
   }
 }
@@ -79,7 +85,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
                            const std::source_location& site) {
   channel_.check();
   const Ring& ring = in_[peer];
-  if (!spin(peer, [&] { return ring.has_line(); })) return false;
+  if (!look(peer, [&] { return ring.has_line(); })) return false;
   std::shared_ptr<Message> rest;
   {
     const std::lock_guard lock(mutex_);
@@ -94,9 +100,12 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     if (!read_line(peer, in, position)) return false;
     bool complete = in.in_line();
     if (complete) copy_bytes(data, in.data, in.header.bytes);
+    const auto more = [&] { return ring.control.written.load(std::memory_order_acquire) != position; };
     while (!complete && !(complete = copy_from_ring(peer, in, data, position))) {
-      const auto more = [&] { return ring.control.written.load(std::memory_order_acquire) != position; };
-      if (!spin(peer, [&] { return more() || channel_.failed(); }) || !more()) break;
+      ring.control.read.store(position, std::memory_order_release);  // the sender may wait for room
+      if (more()) continue;
+      channel_.control(peer).inbox.ring();
+      if (!look(peer, [&] { return more() || channel_.failed(); }) || !more()) break;
     }
     if (!complete) {
       rest = std::make_shared<Message>();

@@ -210,10 +210,10 @@ class Messages {
   };
 
   void post(const std::shared_ptr<Message>& message);
-  // As shm::spin_until(), but ends early if `peer`, for which this rank waits, runs on this rank's core: it cannot go
-  // on before this rank sleeps.
+  // How a wait for `peer` begins, before it sleeps (spin.h). Returns whether the condition came to hold. Ends early if
+  // the peer runs on this rank's core: it cannot go on before this rank sleeps.
   template <typename Condition>
-  bool spin(int peer, Condition condition) const;
+  bool look(int peer, Condition condition) const;
   // Moves all that can be moved; returns whether anything was. Looks for the group's failure; before a sleep, and now
   // and then, also for deadlines and for peers that have left.
   bool progress(bool before_sleep = false);
