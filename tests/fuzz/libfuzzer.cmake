@@ -93,12 +93,12 @@ muster_libfuzzer_tests(rpc rpc rpc 600)
 muster_libfuzzer(parsers
   SOURCES base/cores.cpp checkpoint/container.cpp checkpoint/safetensors.cpp checkpoint/tensor_header.cpp
           checkpoint/torch_pickle.cpp checkpoint/unpickler.cpp comm/kit/failure_note.cpp comm/core/members.cpp
-          comm/world/meeting.cpp data/idx.cpp
+          comm/wire/wire_collectives.cpp comm/wire/wire_messages.cpp comm/world/meeting.cpp data/idx.cpp
           launch/black_box/black_box_sources.cpp launch/ranks/error_file.cpp launch/jobs/ledger_line.cpp launch/rendezvous/rendezvous_plan.cpp
           shm/black_box_reader.cpp store/etcd/etcd_answers.cpp store/served/protocol.cpp transport/tcp/hello.cpp
-          ../tests/fuzz/core_parsers.cpp ../tests/fuzz/torch_parsers.cpp
+          ../tests/fuzz/core_parsers.cpp ../tests/fuzz/torch_parsers.cpp ../tests/fuzz/wire_parser.cpp
   LIBRARIES ${torch_libraries} AFTER muster muster_core)
 foreach(parser IN ITEMS store exchange workers cpus etcd black_box black_box_file plan error_file ledger members
-                       failure_note object idx snapshot safetensors torch_pickle)
+                       failure_note object idx snapshot safetensors torch_pickle wire)
   muster_libfuzzer_tests(${parser} parsers core 120)
 endforeach()

@@ -18,6 +18,9 @@ struct Parser {
   std::vector<std::string> (*seeds)();
 };
 
+// What the ranks of a group read from each other over a wire; one of torch_parsers().
+Parser wire_parser();
+
 // Of the layers without libtorch, and of the others.
 const std::vector<Parser>& core_parsers();
 const std::vector<Parser>& torch_parsers();

@@ -260,7 +260,7 @@ const std::vector<Parser>& torch_parsers() {
       {"members", parse_members, members_seeds},    {"failure_note", parse_failure_note, failure_note_seeds},
       {"object", parse_object, object_seeds},       {"idx", parse_idx, idx_seeds},
       {"snapshot", parse_snapshot, snapshot_seeds}, {"safetensors", parse_safetensors, safetensors_seeds},
-      {"torch_pickle", parse_pickle, pickle_seeds}};
+      {"torch_pickle", parse_pickle, pickle_seeds}, wire_parser()};
   return parsers;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "muster/base/error.h"
+#include "support/held_queue.h"
 #include "support/patience.h"
 
 namespace muster::test {
@@ -21,16 +22,10 @@ using comm::CollectiveQueue;
 
 TEST(CollectiveQueue, AWaitEndsByItsDeadlineWhateverTheJobDoes) {
   CollectiveQueue queue("test");
-  std::promise<void> began, go_on;
-  queue.submit([&](bool) {
-    began.set_value();
-    go_on.get_future().wait();
-    return false;
-  });
-  began.get_future().wait();
+  HeldQueue held(queue);
   queue.drive([] { return false; }, Deadline::after(std::chrono::milliseconds(1)));
   EXPECT_FALSE(queue.try_take()) << "the job still runs";
-  go_on.set_value();
+  held.release();
   bool over = false;
   queue.run([&](bool) { over = true; });
   EXPECT_TRUE(over);
@@ -38,15 +33,8 @@ TEST(CollectiveQueue, AWaitEndsByItsDeadlineWhateverTheJobDoes) {
 
 TEST(CollectiveQueue, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
   CollectiveQueue queue("test");
-  std::promise<void> began, go_on;
   std::vector<int> order;
-  queue.submit([&](bool) {
-    began.set_value();
-    go_on.get_future().wait();
-    order.push_back(0);
-    return false;
-  });
-  began.get_future().wait();
+  HeldQueue held(queue, [&] { order.push_back(0); });
   std::atomic<bool> done{false};  // drive() reads it while the progress thread may run the job that sets it
   for (int i = 1; i <= 3; ++i)
     queue.submit([&, i](bool) {
@@ -54,27 +42,21 @@ TEST(CollectiveQueue, JobsRunInTheirOrderAndOnTheThreadThatWaits) {
       done = i == 3;
       return false;
     });
-  go_on.set_value();
+  held.release();
   queue.drive([&] { return done.load(); });
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3}));
 }
 
 TEST(CollectiveQueue, WhoeverWaitsForItsTurnUntilItsDeadlineSaysSoOnce) {
   CollectiveQueue queue("test");
-  std::promise<void> began, go_on;
-  queue.submit([&](bool) {
-    began.set_value();
-    go_on.get_future().wait();
-    return false;
-  });
-  began.get_future().wait();
+  HeldQueue held(queue);
   int late = 0;
   bool ran = false;
   queue.run([&](bool) { ran = true; }, Deadline::after(std::chrono::milliseconds(1)),
             [&] {
               ++late;
               EXPECT_FALSE(ran);
-              go_on.set_value();
+              held.release();
             });
   EXPECT_TRUE(ran);
   EXPECT_EQ(late, 1);
@@ -82,17 +64,10 @@ TEST(CollectiveQueue, WhoeverWaitsForItsTurnUntilItsDeadlineSaysSoOnce) {
   EXPECT_EQ(late, 1);
 }
 
-// A job's continuation may use the queue, while another thread of the queue runs what is queued.
 // The job before it does not end, whatever late() does.
 TEST(CollectiveQueue, AJobWhoseTurnNeverComesIsTakenBack) {
   CollectiveQueue queue("test");
-  std::promise<void> began, go_on;
-  queue.submit([&](bool) {
-    began.set_value();
-    go_on.get_future().wait();
-    return false;
-  });
-  began.get_future().wait();
+  HeldQueue held(queue);
   int late = 0;
   bool ran = false;
   std::string message;
@@ -104,13 +79,14 @@ TEST(CollectiveQueue, AJobWhoseTurnNeverComesIsTakenBack) {
   }
   EXPECT_NE(message.find("has not ended, 0 s after this one's deadline"), std::string::npos) << message;
   EXPECT_EQ(late, 1);
-  go_on.set_value();
+  held.release();
   bool over = false;
   queue.run([&](bool) { over = true; });
   EXPECT_TRUE(over);
   EXPECT_FALSE(ran);
 }
 
+// A job's continuation may use the queue, while another thread of the queue runs what is queued.
 TEST(CollectiveQueue, WhatComesAfterAJobMayWaitForAnother) {
   CollectiveQueue queue("test");
   std::promise<std::string> result;

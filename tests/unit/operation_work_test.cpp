@@ -5,11 +5,11 @@
 
 #include <chrono>
 #include <exception>
-#include <future>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "support/held_queue.h"
 #include "support/ranks.h"
 
 namespace muster::test {
@@ -20,13 +20,7 @@ using comm::CollectiveQueue;
 // As a collective that has lost its way, on a thread of the queue or without a queue.
 TEST(OperationWork, AWaitGivesUpSomeTimeAfterTheDeadline) {
   const auto queue = std::make_shared<CollectiveQueue>("test");
-  std::promise<void> began, go_on;
-  queue->submit([&](bool) {
-    began.set_value();
-    go_on.get_future().wait();
-    return false;
-  });
-  began.get_future().wait();
+  HeldQueue held(*queue);
   for (const bool queued : {true, false})
     for (const auto limit : {std::optional<std::chrono::milliseconds>(), std::optional(std::chrono::milliseconds(5))}) {
       comm::OperationWork work(0, nullptr, std::make_shared<comm::OperationCounters>(), queued ? queue : nullptr,
@@ -44,7 +38,7 @@ TEST(OperationWork, AWaitGivesUpSomeTimeAfterTheDeadline) {
       work.complete();
       EXPECT_TRUE(work.wait(kNoTimeout));
     }
-  go_on.set_value();
+  held.release();
 }
 
 }  // namespace

@@ -159,7 +159,10 @@ void WireBackend::count_arrivals() {
       next = std::min(next, waited);
     }
   }
-  const auto nanoseconds = [](float seconds) { return static_cast<uint64_t>(std::clamp(seconds, 0.0F, 1e9F) * 1e9F); };
+  // Peers said these numbers: they may be infinite, and their difference none.
+  const auto nanoseconds = [](float seconds) {
+    return seconds > 0 ? static_cast<uint64_t>(std::min(seconds, 1e9F) * 1e9F) : 0;
+  };
   (arrivals_ ? arrivals_->hosts : stragglers_).add({who, nanoseconds(next - least)});
   if (!arrivals_) return;
   const Arrival& theirs = announcements_[static_cast<size_t>(who)].before;
