@@ -18,7 +18,7 @@ SnapshotOptions options_of_checkpoint(const std::filesystem::path& folder, const
 }
 
 void load_newest(Snapshot& snapshot, const std::filesystem::path& folder, const CheckpointOptions& options) {
-  if (snapshot.restore({.strict = options.strict}) == 0)
+  if (restore_only(snapshot, {.strict = options.strict}) == 0)
     throw InvalidArgument(text("there is no checkpoint in ", folder.string()), "Name the folder that save() was given");
 }
 

@@ -132,14 +132,22 @@ Folder::Folder(fs::path path) : path_(std::move(path)) {
                 "Name one that this process may write to");
 }
 
-void Folder::claim() {
-  if (lock_) return;
+struct Folder::Lock {
+  UniqueFd fd;
+  bool is_exclusive = false;
+};
+
+void Folder::claim(Use use) {
+  const auto suffices = [&](const std::shared_ptr<Lock>& lock) {
+    return lock && (lock->is_exclusive || use == Use::kReads);
+  };
+  if (suffices(lock_)) return;
   // The process's locks, by folder. Folders of one process share a lock: flock(2) would make one of them wait for the
   // other.
   static std::mutex mutex;
-  static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<UniqueFd>> held;
-  const std::lock_guard lock(mutex);
-  const auto fd = std::make_shared<UniqueFd>(open_for_lock(path_));
+  static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Lock>> held;
+  const std::lock_guard guard(mutex);
+  auto lock = std::make_shared<Lock>(open_for_lock(path_));
   const auto warn = [&](int error) {
     if (!std::exchange(has_warned_, true)) {
       MUSTER_LOG(kWarning) << "no lock protects the snapshots in " << path_.string()
@@ -147,10 +155,12 @@ void Folder::claim() {
     }
   };
   struct stat about {};
-  if (!*fd || ::fstat(fd->get(), &about) != 0) return warn(errno);
+  if (!lock->fd || ::fstat(lock->fd.get(), &about) != 0) return warn(errno);
   auto& ours = held[{about.st_dev, about.st_ino}];
-  if ((lock_ = ours.lock())) return;
-  for (const auto patience = Deadline::after(kDying); ::flock(fd->get(), LOCK_EX | LOCK_NB) != 0;) {
+  if (auto before = ours.lock()) lock = std::move(before);
+  if (suffices(lock_ = ours.lock())) return;
+  const int kind = use == Use::kReads ? LOCK_SH : LOCK_EX;
+  for (const auto patience = Deadline::after(kDying); ::flock(lock->fd.get(), kind | LOCK_NB) != 0;) {
     if (errno == EINTR) continue;
     if (errno != EWOULDBLOCK) return warn(errno);
     if (patience.passed())
@@ -158,7 +168,8 @@ void Folder::claim() {
                         "Name another folder, or end that job first");
     ::poll(nullptr, 0, 10);
   }
-  ours = lock_ = fd;
+  lock->is_exclusive = use == Use::kSaves;
+  ours = lock_ = lock;
 }
 
 fs::path Folder::snapshot(int64_t steps) const { return path_ / text("step-", steps, kEnding); }

@@ -27,10 +27,12 @@ class Folder {
   explicit Folder(std::filesystem::path path);  // creates the folder; throws Unavailable
 
   // Locks the folder for this process, until the last of the process's Folders that have claimed it is destroyed: two
-  // trainings that save in one folder would remove each other's snapshots. Rank 0 calls this. Throws Unavailable if
-  // another process holds the lock for two more seconds (one that was killed a moment ago may still be dying). The lock
-  // is flock(2)'s, on NFS that of a file ".lock" in the folder; a warning says if the file system has none.
-  void claim();
+  // trainings that save in one folder would remove each other's snapshots. Processes that only read may have it
+  // together. Rank 0 calls this. Throws Unavailable if another process holds the lock for two more seconds (one that
+  // was killed a moment ago may still be dying). The lock is flock(2)'s, on NFS that of a file ".lock" in the folder; a
+  // warning says if the file system has none.
+  enum class Use { kReads, kSaves };
+  void claim(Use use = Use::kSaves);
 
   const std::filesystem::path& path() const { return path_; }
   std::filesystem::path snapshot(int64_t steps) const;
@@ -57,7 +59,8 @@ class Folder {
 
  private:
   std::filesystem::path path_;
-  std::shared_ptr<UniqueFd> lock_;
+  struct Lock;
+  std::shared_ptr<Lock> lock_;
   bool has_warned_ = false;  // that there is no lock
 };
 

@@ -14,6 +14,8 @@ void require_storable(const at::Tensor& tensor, const std::string& name) {
                           "Files hold dense tensors; in a snapshot, add it as an object with save() and load()");
 }
 
+at::Tensor on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU).contiguous().resolve_conj().resolve_neg(); }
+
 at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   require_storable(tensor, name);
   const at::NoGradGuard no_grad;
@@ -22,7 +24,7 @@ at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   if (values.scalar_type() != tensor.scalar_type())
     throw InvalidArgument(text("tensor '", name, "' is to be stored while operators use its copy in mixed precision"),
                           "Call synchronize() of the FullyShardedDataParallel before");
-  return values.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+  return values.is_cpu() ? on_host(values) : values;
 }
 
 void copy_values(at::Tensor to, at::Tensor values) {
@@ -67,8 +69,8 @@ std::string shape_of(const at::Tensor& tensor) {
 
 void check_fits(const Entry& saved, const at::Tensor& here) {
   if (saved.tensor.sizes() != here.sizes() || saved.tensor.scalar_type() != here.scalar_type())
-    throw InvalidArgument(text("tensor '", saved.full_name(), "' is ", shape_of(saved.tensor), " in the snapshot, and ",
-                               shape_of(here), " here"),
+    throw InvalidArgument(text("tensor '", saved.full_name(), "' in the snapshot: expected ", shape_of(here),
+                               ", as here, got ", shape_of(saved.tensor)),
                           kSameProgram);
 }
 

@@ -22,8 +22,10 @@ inline constexpr const char* kSameMuster = "Use the Muster that wrote the snapsh
 
 // InvalidArgument unless there is a form of the tensor that a file can hold: dense, contiguous, on the CPU.
 void require_storable(const at::Tensor& tensor, const std::string& name);
-// This form. Shares the tensor's memory if it can.
+// This form, but of a tensor on a device the tensor itself: on_host() of what is written comes later. Shares the
+// tensor's memory if it can.
 at::Tensor storable(const at::Tensor& tensor, const std::string& name);
+at::Tensor on_host(const at::Tensor& tensor);
 // Also if some of its elements are one in memory, as expand() makes them. InvalidArgument if these get unequal values.
 void copy_values(at::Tensor to, at::Tensor values);
 // Copies into a tensor of a module, with its dtype. What another rank owns is left to it.
@@ -50,9 +52,10 @@ at::Tensor tensor_of(T number) {
 template <typename T>
 T number_in(const Entry& entry) {
   if (entry.tensor.scalar_type() != kDtype<T> || entry.tensor.numel() != 1 || entry.tensor.is_meta())
-    throw InvalidArgument(text("'", entry.full_name(), "' is ", shape_of(entry.tensor), " in the snapshot, and a ",
-                               std::is_same_v<T, double> ? "double" : "int64_t", " here"),
-                          kSameProgram);
+    throw InvalidArgument(
+        text("'", entry.full_name(), "' in the snapshot: expected ",
+             std::is_same_v<T, double> ? "a double" : "an int64_t", ", as here, got ", shape_of(entry.tensor)),
+        kSameProgram);
   T number;
   std::memcpy(&number, entry.tensor.const_data_ptr(), sizeof number);
   return number;

@@ -109,8 +109,8 @@ class OptimizerItem final : public Item {
     const auto expect = [&](const std::string& name, size_t here, const char* what) {
       for (const auto& entry : entries)
         if (entry.name == name && entry.kind == "tensor" && number_in<int64_t>(entry) != static_cast<int64_t>(here))
-          throw InvalidArgument(text("'", entries.front().item, "' has ", number_in<int64_t>(entry), " ", what,
-                                     " in the snapshot, and ", here, " here"),
+          throw InvalidArgument(text("'", entries.front().item, "' in the snapshot: expected ", here, " ", what,
+                                     ", as here, got ", number_in<int64_t>(entry)),
                                 kSameProgram);
     };
     const auto& groups = optimizer_.param_groups();
@@ -143,7 +143,11 @@ class OptimizerItem final : public Item {
     }
     parameters_ = parameters_of(optimizer_);
     before_ = std::exchange(optimizer_.state(), {});  // an archive only adds to it
-    if (!is_known_) load_archive(archive, load_);
+    if (is_known_) return;
+    load_archive(archive, load_);
+    for (const at::Tensor& parameter : parameters_)  // what it has read is on the CPU
+      for (const Field& field : optim::fields_of(optimizer_.state(), parameter))
+        if (field.tensor && field.tensor->defined()) *field.tensor = field.tensor->to(parameter.device());
   }
 
   at::Tensor memory_for(const Entry& entry) override {

@@ -64,7 +64,7 @@ std::set<int64_t> snapshots_in(SnapshotPlace& where) {
   Listing mine;
   if (where.leads())
     mine.problem = problem_of([&] {
-      where.folder.claim();
+      where.folder.claim(where.only_reads ? Folder::Use::kReads : Folder::Use::kSaves);
       mine.steps = where.folder.snapshots();
     });
   std::set<int64_t> all;
@@ -227,14 +227,20 @@ int64_t newest_to_replace(SnapshotPlace& here, const std::string& training) {
   const auto there = snapshots_in(here);
   const int64_t newest = there.empty() ? 0 : *there.rbegin();
   Problem problem;
-  if (here.rank == 0 && newest > 0)
+  if (here.rank == 0)
     problem = problem_of([&] {
-      if (read_about(here.folder.snapshot(newest)).training != training)
-        throw InvalidArgument(text(here.folder.path().string(), " has the snapshots of a training"),
-                              "Name another folder");
+      // The newest one that is intact tells whose they are.
+      for (auto steps = there.rbegin(); steps != there.rend(); ++steps) try {
+          if (read_about(here.folder.snapshot(*steps)).training == training) break;
+          throw InvalidArgument(text(here.folder.path().string(), " has the snapshots of a training"),
+                                "Name another folder");
+        } catch (const CorruptError&) {
+          here.damaged.insert(*steps);
+        }
     });
   problem = broadcast_object(problem, 0, here.collective);
   if (problem) throw_problem(problem);
+  here.folder.remove_temporaries(here.cares_for(), here.size);
   here.folder_is_known = true;
   return newest;
 }
@@ -283,6 +289,7 @@ int64_t restore(SnapshotPlace& here, SnapshotPlace* of_hosts, Items& items, Snap
     if (!where) continue;
     where->folder_is_known = true;
     where->has_newer = restored.where && restored.steps < all.front().steps && options.steps;
+    if (where->only_reads) continue;
     if (!where->is_of_hosts() || where->leads()) where->folder.remove_temporaries(where->cares_for(), where->size);
   }
   if (here.rank == 0 && restored.steps > 0) {

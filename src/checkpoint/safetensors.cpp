@@ -174,7 +174,7 @@ void save_safetensors(const std::filesystem::path& path, const std::map<std::str
   AtomicFile file(path);
   file.write(head);
   for (const auto& [name, tensor] : all) {
-    const at::Tensor stored = checkpoint::storable(tensor, name);  // one copy at a time
+    const at::Tensor stored = checkpoint::on_host(checkpoint::storable(tensor, name));  // one copy at a time
     file.write(checkpoint::bytes_of(stored));
   }
   file.commit(true);

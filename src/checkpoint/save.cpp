@@ -19,6 +19,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "checkpoint/container.h"
+#include "checkpoint/item_values.h"
 #include "checkpoint/replicas.h"
 #include "muster/base/error.h"
 
@@ -336,7 +337,12 @@ Collected collect(const SnapshotPlace& here, Items& items, bool sharded) {
         for (const int rank : item.item->spread_over()) here.place_of(rank);
   });
   if (!collected.of_all)
-    collected.problem = problem_of([&] { (sharded ? collect_sharded : collect_whole)(here, items, collected); });
+    collected.problem = problem_of([&] {
+      (sharded ? collect_sharded : collect_whole)(here, items, collected);
+      for (auto* const entries : {&collected.own, &collected.shared})
+        for (Entry& entry : *entries)
+          if (!entry.tensor.is_meta()) entry.tensor = on_host(entry.tensor);
+    });
   return collected;
 }
 

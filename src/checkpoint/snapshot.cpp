@@ -88,23 +88,23 @@ namespace {
 SnapshotOptions checked(SnapshotOptions options) {
   if (options.folder.empty()) throw InvalidArgument("a snapshot needs a folder", "Set .folder");
   if (options.every < 0)
-    throw InvalidArgument(text("a snapshot's .every must be at least 0, got ", options.every),
+    throw InvalidArgument(text("a snapshot's .every: expected 0 or more, got ", options.every),
                           "Use 1 or more, or 0 for none");
   if (!options.shard_folders.empty() && !options.sharded)
     throw InvalidArgument("a snapshot's .shard_folders are for the ranks' files", "Set .sharded, too");
   for (const auto& other : options.shard_folders)
     if (other.empty()) throw InvalidArgument("a snapshot's .shard_folders has an empty name", "Leave it out");
-  if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep must be at least 1, got ", options.keep));
+  if (options.keep < 1) throw InvalidArgument(text("a snapshot's .keep: expected 1 or more, got ", options.keep));
   if (options.keep_best < 0)
-    throw InvalidArgument(text("a snapshot's .keep_best must be at least 0, got ", options.keep_best));
+    throw InvalidArgument(text("a snapshot's .keep_best: expected 0 or more, got ", options.keep_best));
   const auto& local = options.local;
   if (local.folder.empty() && local.every != 0)
     throw InvalidArgument("a snapshot's .local.every needs a folder", "Set .local.folder");
   if (!local.folder.empty() && local.every < 1)
-    throw InvalidArgument(text("a snapshot's .local.every must be at least 1, got ", local.every));
-  if (local.keep < 1) throw InvalidArgument(text("a snapshot's .local.keep must be at least 1, got ", local.keep));
+    throw InvalidArgument(text("a snapshot's .local.every: expected 1 or more, got ", local.every));
+  if (local.keep < 1) throw InvalidArgument(text("a snapshot's .local.keep: expected 1 or more, got ", local.keep));
   if (local.replicas < 0)
-    throw InvalidArgument(text("a snapshot's .local.replicas must be at least 0, got ", local.replicas));
+    throw InvalidArgument(text("a snapshot's .local.replicas: expected 0 or more, got ", local.replicas));
   options.group = options.group.resolved();
   if (!options.group.is_member())
     throw InvalidArgument("this rank is not in the snapshot's group", "Make the Snapshot on the group's ranks only");
@@ -297,7 +297,7 @@ int64_t Snapshot::restore(const SnapshotRestoreOptions& options) {
 
 bool Snapshot::step(int64_t steps) {
   Impl& s = *impl_;
-  if (steps < 1) throw InvalidArgument(text("step(): steps must be at least 1, got ", steps), "Count from 1");
+  if (steps < 1) throw InvalidArgument(text("step(): steps: expected 1 or more, got ", steps), "Count from 1");
   const bool stop = s.any_rank_stops(steps);
   const auto is_time = [&](int64_t every) { return every != 0 && steps % every == 0; };
   const bool is_local = !stop && !is_time(s.options.every);
@@ -322,7 +322,7 @@ bool Snapshot::step(int64_t steps) {
 
 bool Snapshot::stop_here(int64_t steps) {
   Impl& s = *impl_;
-  if (steps < 0) throw InvalidArgument(text("stop_here(): steps must be at least 0, got ", steps), "Count from 0");
+  if (steps < 0) throw InvalidArgument(text("stop_here(): steps: expected 0 or more, got ", steps), "Count from 0");
   if (!s.any_rank_stops(steps)) return false;
   s.end_and_report();
   if (steps > 0)
@@ -332,7 +332,7 @@ bool Snapshot::stop_here(int64_t steps) {
 }
 
 void Snapshot::save(int64_t steps) {
-  if (steps < 1) throw InvalidArgument(text("save(): steps must be at least 1, got ", steps), "Count from 1");
+  if (steps < 1) throw InvalidArgument(text("save(): steps: expected 1 or more, got ", steps), "Count from 1");
   Impl& s = *impl_;
   s.any_rank_stops(steps);  // throws Mismatch if the ranks are at different steps
   wait();
@@ -344,9 +344,14 @@ void detail::save_in_place(Snapshot& snapshot) {
   snapshot.save(checkpoint::newest_to_replace(snapshot.impl_->place, snapshot.impl_->options.training) + 1);
 }
 
+int64_t detail::restore_only(Snapshot& snapshot, const SnapshotRestoreOptions& options) {
+  snapshot.impl_->place.only_reads = true;
+  return snapshot.restore(options);
+}
+
 void Snapshot::score(double value) {
   if (!std::isfinite(value))
-    throw InvalidArgument(text("the score of a snapshot must be a finite number, got ", value));
+    throw InvalidArgument(text("the score of a snapshot: expected a finite number, got ", value));
   impl_->score = value;
 }
 

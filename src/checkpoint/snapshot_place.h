@@ -37,7 +37,8 @@ struct SnapshotPlace {
   // Set when restore() or save() has looked into the folder. Until then rank 0's save() refuses a folder that already
   // has snapshots, because they may be another training's.
   bool folder_is_known = false;
-  bool has_newer = false;  // there are newer snapshots than the one that restore() was to take: save() refuses, too
+  bool only_reads = false;  // nothing will be saved, so others may read in the folder, too
+  bool has_newer = false;   // there are newer snapshots than the one that restore() was to take: save() refuses, too
   // The steps of snapshots that restore() has refused. A later save removes damaged ones. It leaves alone those that
   // may be intact: their format is another one, or something that can pass has kept a rank from reading them.
   std::set<int64_t> damaged = {}, unreadable = {};

@@ -137,7 +137,7 @@ Tensors tensors_of_torch_file(const std::string& path) {
   Records records(path);
   if (const auto order = records.read("byteorder"); order && bytes_of(*order) != "little")
     throw InvalidArgument(
-        text(path, " has numbers of the byte order '", shortened(bytes_of(*order)), "', and 'little' is read"),
+        text(path, ": expected numbers of the byte order 'little', got '", shortened(bytes_of(*order)), "'"),
         "Save it again on a little-endian machine");
   const auto pickle = records.read("data.pkl");
   if (!pickle) throw CorruptError(text(path, " is not a file of torch.save(): it has no data.pkl"), kSaveAgain);
@@ -165,7 +165,7 @@ void write_torch_file(const std::string& path, const Tensors& tensors) {
   size_t key = 0;
   for (const auto& [name, tensor] : tensors) {
     if (problem) break;
-    const at::Tensor stored = storable(tensor, name);  // one copy at a time
+    const at::Tensor stored = on_host(storable(tensor, name));  // one copy at a time
     writer.writeRecord(text("data/", key++), stored.const_data_ptr(), stored.nbytes());
   }
   writer.writeEndOfFile();

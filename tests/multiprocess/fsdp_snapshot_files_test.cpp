@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -39,8 +40,13 @@ void take_a_step(Model& model, torch::optim::Optimizer& optimizer, const World& 
   optimizer.step();
 }
 
+std::vector<double> numbers_in(const Tensor& tensor) {
+  const Tensor values = tensor.detach().to(torch::kDouble).contiguous();
+  return {values.data_ptr<double>(), values.data_ptr<double>() + values.numel()};
+}
+
 // With the safetensors library, if Python has it. Each rank writes what it owns into a file of its own; all files
-// together have each parameter once.
+// together have each parameter once, and what the optimizer keeps for it.
 TEST(FsdpSnapshotFiles, PythonReadsTheShards) {
   const TemporaryFolder folder;
   std::vector<std::string> questions;
@@ -48,7 +54,8 @@ TEST(FsdpSnapshotFiles, PythonReadsTheShards) {
   for (const auto& [gathers, sharded] : {std::pair(false, true), {true, true}, {false, false}, {true, false}}) {
     SCOPED_TRACE(text(gathers, sharded));
     const auto own = folder / text(gathers ? "gathered" : "shared", sharded);
-    std::map<std::string, std::vector<double>> all;
+    std::map<std::string, std::vector<double>> all, states;
+    std::mutex states_mutex;
     on_hosts(
         gathers ? HostOfRank{"a", "b"} : HostOfRank{"a", "a"}, [&, gathers = gathers, sharded = sharded](World& world) {
           const auto net = make<Large>(7, {});
@@ -56,18 +63,31 @@ TEST(FsdpSnapshotFiles, PythonReadsTheShards) {
           torch::optim::AdamW optimizer(net->parameters(), 1e-2);
           Snapshot snapshot({.folder = own, .sharded = sharded, .default_generator = false});
           snapshot.add("model", net);
+          Snapshot with_states({.folder = own / "with_states", .sharded = sharded, .default_generator = false});
+          with_states.add("model", net).add("optimizer", optimizer);
           EXPECT_EQ(snapshot.restore(), 0);
           take_a_step(model, optimizer, world);
           snapshot.save(1);
+          with_states.save(1);
           EXPECT_NE(model.owner(net->first->weight), model.owner(net->second->weight));
           model.gather();
           if (world.rank() == 0)
-            for (const auto& item : net->named_parameters()) {
-              const Tensor values = item.value().detach().to(torch::kDouble).contiguous();
-              all["model/" + item.key()].assign(values.data_ptr<double>(), values.data_ptr<double>() + values.numel());
-            }
+            for (const auto& item : net->named_parameters()) all["model/" + item.key()] = numbers_in(item.value());
           model.synchronize();
+          const auto parameters = net->parameters();
+          for (size_t i = 0; i < parameters.size(); ++i) {
+            if (model.owner(parameters[i]) != world.rank()) continue;
+            const auto& state =
+                static_cast<torch::optim::AdamWParamState&>(*optimizer.state().at(parameters[i].unsafeGetTensorImpl()));
+            const std::lock_guard lock(states_mutex);
+            states[text("optimizer/state/", i + 1, "/exp_avg")] = numbers_in(state.exp_avg());
+            states[text("optimizer/state/", i + 1, "/exp_avg_sq")] = numbers_in(state.exp_avg_sq());
+          }
         });
+    EXPECT_EQ(states.size(), 8u);
+    questions.push_back("states " + (own / "with_states").string());
+    auto& of_states = expected.emplace_back();
+    for (const auto& [name, values] : states) of_states.insert(of_states.end(), values.begin(), values.end());
     questions.push_back("merge " + own.string());
     auto& numbers = expected.emplace_back(1, sharded ? 2 : 1);  // files with tensors
     for (const auto& [name, values] : all) numbers.insert(numbers.end(), values.begin(), values.end());
@@ -76,8 +96,8 @@ TEST(FsdpSnapshotFiles, PythonReadsTheShards) {
   ASSERT_EQ(answers.size(), expected.size());
   for (size_t i = 0; i < expected.size(); ++i) {
     ASSERT_EQ(answers[i].size(), expected[i].size());
-    EXPECT_EQ(answers[i][0], expected[i][0]) << "files with tensors";
-    EXPECT_TRUE(answers[i] == expected[i]) << "the values are not those of the parameters";
+    EXPECT_EQ(answers[i][0], expected[i][0]) << questions[i];  // of parameters, the number of files with tensors
+    EXPECT_TRUE(answers[i] == expected[i]) << "other values: " << questions[i];
   }
 }
 
@@ -129,7 +149,7 @@ void expect_refusal_of_a_snapshot(bool gathers, const std::vector<std::string>& 
 TEST(FsdpSnapshotFiles, OfAnotherModelAreRefused) {
   for (const bool gathers : {false, true}) {
     expect_refusal_of_a_snapshot<Narrow, Wider>(
-        gathers, {"'model/first.weight' is Float [24 x 12] in the snapshot, and Float [32 x 12] here"});
+        gathers, {"'model/first.weight' in the snapshot: expected Float [32 x 12], as here, got Float [24 x 12]"});
     expect_refusal_of_a_snapshot<Narrow, Longer>(
         gathers, {"the module has a parameter 'fourth.weight' that the snapshot lacks"});
     expect_refusal_of_a_snapshot<Longer, Narrow>(

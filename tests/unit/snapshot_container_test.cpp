@@ -399,6 +399,37 @@ TEST(SnapshotFolderProcess, BelongsToOneProcessAndIsFreeWhenThatIsKilled) {
   fs::remove_all(path);
 }
 
+// Jobs that only read have a folder together, and one that saves waits until none of them has it.
+TEST(SnapshotFolderProcess, IsReadByManyProcesses) {
+  const auto path = fs::temp_directory_path() / text("muster-readers-", ::getpid());
+  int ready[2];
+  ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
+  const pid_t other = ::fork();
+  if (other == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    Folder folder(path);
+    folder.claim(Folder::Use::kReads);
+    [[maybe_unused]] const auto written = ::write(ready[1], "x", 1);
+    for (;;) ::pause();
+  }
+  char byte = 0;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  {
+    Folder mine(path), again(path);
+    mine.claim(Folder::Use::kReads);
+    again.claim(Folder::Use::kReads);
+    EXPECT_THROW(again.claim(), Unavailable);
+    again.claim(Folder::Use::kReads);  // which it still may
+    ::kill(other, SIGKILL);
+    again.claim();  // though `mine` reads: the process has it
+    mine.claim(Folder::Use::kReads);
+  }
+  ::waitpid(other, nullptr, 0);
+  ::close(ready[0]);
+  ::close(ready[1]);
+  fs::remove_all(path);
+}
+
 // What follows an archive's entries is recursive.
 TEST(SnapshotArchive, AForgedDepthIsRefused) {
   const auto number = [](int64_t value) { return at::tensor(value); };

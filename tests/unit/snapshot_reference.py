@@ -3,6 +3,7 @@
 read PATH    prints all values of all tensors, in the order of their names
 merge PATH   prints how many of the folder's files have tensors, and all values of all tensors, in the order of their names,
              of which each must be in one file only
+states PATH  prints, of the same tensors, all values of those that an Adam keeps, without how many files there are
 write PATH   writes a file in which tensors are not aligned, and one by the safetensors library beside it, if that is there
 """
 
@@ -74,6 +75,8 @@ for line in sys.stdin:
         write(path)
         print()
         continue
-    count, tensors = merge(path) if what == "merge" else (None, load(path))
+    count, tensors = merge(path) if what in ("merge", "states") else (None, load(path))
+    if what == "states":
+        count, tensors = None, {name: t for name, t in tensors.items() if name.split("/")[-1] in ("exp_avg", "exp_avg_sq")}
     values = [value for name in sorted(tensors) for value in tensors[name].double().flatten().tolist()]
     print(*([] if count is None else [count]), *values)

@@ -121,6 +121,49 @@ TEST_P(SnapshotTest, ATreeIsRefusedThatHasOtherLeaves) {
   });
 }
 
+// What a process that was killed while it saved has left goes with the next save(), and so does a checkpoint that is
+// damaged, unless one that is intact is a training's.
+TEST_P(SnapshotTest, ACheckpointIsReplacedWhateverIsInItsFolder) {
+  const CheckpointOptions with{.sharded = sharded()};
+  const auto save = [&] {
+    run_threads(2, [&](World&) {
+      State state(7);
+      checkpoint::save(state, folder_, with);
+    });
+  };
+  const auto damage = [&](const fs::path& file) {
+    std::fstream in_place(file, std::ios::in | std::ios::out | std::ios::binary);
+    in_place.seekp(20);
+    in_place << "?????";
+  };
+  save();
+  const auto one = files();
+  const fs::path manifest = folder_ / "step-1.snapshot.safetensors";
+  ASSERT_TRUE(fs::exists(manifest));
+  std::ofstream(folder_ / "step-2.snapshot.safetensors.1f0c33aa.tmp") << "half of it";
+  damage(manifest);
+  run_threads(2, [&](World&) {
+    State state(1);
+    EXPECT_THROW(checkpoint::load(state, folder_, with), CorruptError);
+  });
+  save();
+  EXPECT_EQ(files().size(), one.size());
+  EXPECT_FALSE(fs::exists(manifest));
+  run_threads(2, [&](World&) {
+    State state(1);
+    checkpoint::load(state, folder_, with);
+    EXPECT_TRUE(state.all() == State(7).all());
+  });
+  fs::remove_all(folder_);
+  save_steps(2, {10, 20});  // a training's
+  damage(folder_ / "step-20.snapshot.safetensors");
+  run_threads(2, [&](World&) {
+    State state(7);
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { checkpoint::save(state, folder_, with); }),
+                    "has the snapshots of a training");
+  });
+}
+
 // checkpoint::save() and load(): one call for a state, which replaces what was in the folder.
 TEST_P(SnapshotTest, AStateIsSavedAndLoadedByOneCall) {
   const CheckpointOptions with{.sharded = sharded()};
@@ -191,8 +234,8 @@ TEST_P(SnapshotTest, NumbersAndStringsOfAnotherTypeAreRefused) {
       other.add("number", value);
       return message_of<InvalidArgument>([&] { other.restore(); });
     };
-    EXPECT_CONTAINS(refusal(narrow), "number' is Long [] in the snapshot, and Int [] here");
-    EXPECT_CONTAINS(refusal(word), "number' is Long [] in the snapshot, and a string here");
+    EXPECT_CONTAINS(refusal(narrow), "number' in the snapshot: expected Int [], as here, got Long []");
+    EXPECT_CONTAINS(refusal(word), "number' in the snapshot: expected a string, as here, got Long []");
     EXPECT_EQ(narrow, 4);
     EXPECT_EQ(word, "a");
   });

@@ -150,8 +150,9 @@ struct SnapshotItemOptions {
 
 class Snapshot;
 namespace detail {
-void save_in_place(Snapshot& snapshot);  // checkpoint.h
-}
+void save_in_place(Snapshot& snapshot);                                           // checkpoint.h
+int64_t restore_only(Snapshot& snapshot, const SnapshotRestoreOptions& options);  // the same
+}  // namespace detail
 
 class Snapshot {
  public:
@@ -248,6 +249,7 @@ class Snapshot {
                            std::function<void(torch::serialize::InputArchive&)> load, SnapshotItemOptions options);
 
   friend void detail::save_in_place(Snapshot& snapshot);
+  friend int64_t detail::restore_only(Snapshot& snapshot, const SnapshotRestoreOptions& options);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
