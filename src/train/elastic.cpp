@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
@@ -26,6 +27,7 @@
 #include "muster/base/error.h"
 #include "muster/checkpoint/stop_signal.h"
 #include "muster/comm/collectives.h"
+#include "optim/torch_states.h"
 #include "parallel/kit/shared_tensor.h"
 #include "train/elastic_launcher.h"
 
@@ -82,7 +84,8 @@ Named named_tensors(torch::nn::Module& module) {
   return named;
 }
 
-std::string bytes_of(const torch::optim::Optimizer& optimizer) {
+std::string bytes_of(torch::optim::Optimizer& optimizer) {
+  optim::define_scratch_of_lbfgs(optimizer);
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
   std::ostringstream out;
@@ -129,7 +132,13 @@ void TrainingState::load(const std::string& bytes) {
   const std::string& archived = parts.at(1).toStringRef();
   torch::serialize::InputArchive archive;
   archive.load_from(archived.data(), archived.size());
-  optimizer_.load(archive);
+  auto before = std::exchange(optimizer_.state(), {});  // an archive only adds to it
+  try {
+    optimizer_.load(archive);
+  } catch (...) {
+    optimizer_.state() = std::move(before);
+    throw;
+  }
 }
 
 // --- run() ---
@@ -161,6 +170,7 @@ SnapshotOptions of_state(SnapshotOptions options, const Group& group) {
   options.group = group;
   options.local = {};
   options.sharded = options.asynchronous = options.default_generator = options.on_sigterm = false;
+  options.shard_folders.clear();
   return options;
 }
 

@@ -101,8 +101,8 @@ struct Options {
   // Keep a copy of the state as of the end of each step, in case the next step throws half-way. If false, a step must
   // change no part of the state before its last collective.
   bool copy = true;
-  // If no living rank has the state, it comes from here. .every says how often it is saved. .group, .sharded, .local
-  // and .default_generator are ignored: rank 0 saves the state and nothing else.
+  // If no living rank has the state, it comes from here. .every says how often it is saved. .group, .sharded,
+  // .shard_folders, .local and .default_generator are ignored: rank 0 saves the state and nothing else.
   std::optional<SnapshotOptions> snapshot;
 };
 

@@ -73,7 +73,10 @@ int main(int argc, char** argv) {
   int64_t began = 0;
   muster::elastic::Options options;
   if (const char* backend = std::getenv("ELASTIC_BACKEND")) options.world.backend = backend;
-  if (const char* folder = std::getenv("ELASTIC_SNAPSHOT")) options.snapshot = {.folder = folder, .every = 3};
+  if (const char* folder = std::getenv("ELASTIC_SNAPSHOT")) {
+    // The last two are ignored.
+    options.snapshot = {.folder = folder, .every = 3, .sharded = true, .shard_folders = {"/nowhere"}};
+  }
   const bool same = std::getenv("ELASTIC_SAME");
   const auto await_go = [](const char* who) {
     std::printf("%s holds\n", who);
