@@ -151,7 +151,8 @@ TEST(CommHook, EqualToPyTorchsOnTheSameNumbers) {
 
 // Half a level apart at most, of the ranks' average; zeros stay zeros; what is not finite stays so.
 TEST(CommHook, EightBitsTravel) {
-  expect_refusal({"QuantizeOptions::elements_per_scale is -1"}, [] { hooks::quantize({.elements_per_scale = -1}); });
+  expect_refusal({"QuantizeOptions::elements_per_scale: expected 0 or more, got -1"},
+                 [] { hooks::quantize({.elements_per_scale = -1}); });
   for (const int ranks : {1, 3})
     on_ranks(ranks, [&](World& world) {
       auto plain = ddp_with(nullptr);
@@ -312,6 +313,17 @@ TEST(CommHook, TopKSendsTheLargestAndKeepsTheRest) {
   });
 }
 
+// In 16 bits the sum of four such gradients is beyond the largest number, and their average is not.
+TEST(CommHook, TopKAveragesWhereASumWouldOverflow) {
+  on_ranks(4, [](World& world) {
+    const auto net = std::make_shared<nn::LinearImpl>(nn::LinearOptions(4, 1).bias(false));
+    DistributedDataParallel ddp(net);
+    ddp.register_comm_hook(hooks::fp16_compress_wrapper(hooks::TopK({.ratio = 1, .start_iter = 0})));
+    ddp(torch::full({1, 4}, 30'000.0 + world.rank())).sum().backward();
+    EXPECT_TRUE(torch::allclose(net->weight.grad(), torch::full({1, 4}, 30'000.0), 1e-3, 0)) << net->weight.grad();
+  });
+}
+
 template <typename Hook>
 void go_on_after_loading(const std::function<Hook()>& make) {
   const auto folder = fs::temp_directory_path() / text("muster_comm_hook_", ::getpid());
@@ -431,7 +443,9 @@ TEST(ModelAverager, AveragesAmongTheRanksOfTheLargestPeriod) {
     }
     EXPECT_EQ(averager.step(), 8);
     expect_refusal({"has no period"}, [] { ModelAverager({}); });
-    expect_refusal({"a period of ModelAverager is 0"}, [] { ModelAverager({.periods = {{0, {}}}}); });
+    expect_refusal({"a period of ModelAverager: expected 1 or more, got 0"}, [] {
+      ModelAverager({.periods = {{0, {}}}});
+    });
     const Group first = world.group().split(world.rank() < 2 ? 0 : -1);
     if (world.rank() >= 2) {
       expect_refusal({"not a member of the group with period 3"}, [&] { ModelAverager({.periods = {{3, first}}}); });

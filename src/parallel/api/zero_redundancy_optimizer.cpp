@@ -96,7 +96,11 @@ class GradientsAside {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_, given_;
 };
 
-// What travels of a state: whether there is one, its numbers and its tensors.
+at::Tensor on_device_of(const at::Tensor& parameter, const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.to(parameter.device()) : tensor;
+}
+
+// What travels of a state: whether there is one, its numbers and its tensors. On the CPU.
 using PackedState = std::tuple<bool, std::vector<int64_t>, std::vector<at::Tensor>>;
 
 PackedState packed(torch::optim::OptimizerParamState* state) {
@@ -106,7 +110,7 @@ PackedState packed(torch::optim::OptimizerParamState* state) {
     if (field.number)
       std::get<1>(all).push_back(*field.number);
     else
-      std::get<2>(all).push_back(field.tensor->defined() ? field.tensor->contiguous() : *field.tensor);
+      std::get<2>(all).push_back(field.tensor->defined() ? field.tensor->cpu().contiguous() : *field.tensor);
   return all;
 }
 
@@ -291,7 +295,7 @@ CommHook ShardedOptimizer::step_in_backward(CommHook average) {
 void ShardedOptimizer::consolidate(int to) {
   Impl& s = *impl_;
   const int n = s.group.size(), rank = s.group.rank();
-  if (to < 0 || to >= n) throw InvalidArgument(text("there is no rank ", to, " among the ", n, " of the optimizer"));
+  if (to < 0 || to >= n) throw InvalidArgument(text("rank of the optimizer: expected 0 to ", n - 1, ", got ", to));
   if (!optim::new_state_for(s.inner_class))
     throw InvalidArgument("the states of this optimizer's class are not known, so they cannot be sent",
                           "Use torch's SGD, Adam, AdamW, RMSprop or Adagrad, or a class of optimizers.h");
@@ -314,7 +318,7 @@ void ShardedOptimizer::consolidate(int to) {
           if (field.number)
             *field.number = numbers.at(number++);
           else
-            *field.tensor = tensors.at(tensor++);
+            *field.tensor = on_device_of(parameter, tensors.at(tensor++));
         states[key] = std::move(state);
       }
     }

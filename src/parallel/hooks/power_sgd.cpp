@@ -139,7 +139,7 @@ void add_errors(const GradBucket& bucket, const StateTensors& errors) {
   const std::vector<at::Tensor> gradients = bucket.gradients();
   for (size_t i = 0; i < gradients.size(); ++i)
     if (const auto error = errors.find(bucket.places()[i].name); error != errors.end())
-      gradients[i].add_(error->second);
+      gradients[i].add_(error->second.to(gradients[i].device()));  // it may come from a snapshot
 }
 
 // The piece of a matrix of this part that belongs to each of its gradients.
@@ -181,6 +181,7 @@ HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::St
     for (Part& part : parts) {
       const int64_t m = part.matrix.size(1), rank = part.p.size(1);
       at::Tensor& q = state->factors[part.names[0]];
+      if (q.defined()) q = q.to(part.matrix.device());
       if (!options.warm_start || !is_usable(q, part.matrix, rank)) {
         if (!random) random = at::detail::createCPUGenerator(next_seed(state->random));
         q = at::randn({m, rank}, random, at::TensorOptions(part.matrix.scalar_type())).to(part.matrix.device());
@@ -227,8 +228,9 @@ HookFuture compress(const GradBucket& bucket, const std::shared_ptr<PowerSgd::St
 PowerSgd::PowerSgd(PowerSgdOptions options)
     : state_(std::make_shared<State>(State{.options = options, .random = std::mt19937(options.random_seed)})) {
   if (options.matrix_approximation_rank < 1)
-    throw InvalidArgument(text("PowerSgdOptions::matrix_approximation_rank is ", options.matrix_approximation_rank),
-                          "Use 1 or more");
+    throw InvalidArgument(
+        text("PowerSgdOptions::matrix_approximation_rank: expected 1 or more, got ", options.matrix_approximation_rank),
+        "Use 1 or more");
 }
 
 HookFuture PowerSgd::operator()(GradBucket& bucket) const {

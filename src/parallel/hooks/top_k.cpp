@@ -1,7 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/topk.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,7 +23,8 @@ struct TopK::State {
 
 TopK::TopK(TopKOptions options) : state_(std::make_shared<State>(State{.options = options})) {
   if (!(options.ratio > 0 && options.ratio <= 1))
-    throw InvalidArgument(text("TopKOptions::ratio is ", options.ratio), "Use a ratio above 0, and at most 1");
+    throw InvalidArgument(text("TopKOptions::ratio: expected a number above 0 and at most 1, got ", options.ratio),
+                          "Use a ratio above 0, and at most 1");
 }
 
 HookFuture TopK::operator()(GradBucket& bucket) const {
@@ -44,7 +45,7 @@ HookFuture TopK::operator()(GradBucket& bucket) const {
     elements += gradients[i].numel();
     if (!state.options.use_error_feedback) continue;
     at::Tensor& error = state.errors[bucket.places()[i].name];
-    if (error.defined()) gradients[i].add_(error);
+    if (error.defined()) gradients[i].add_(error.to(gradients[i].device()));  // it may come from a snapshot
     before.emplace_back(bucket.places()[i].name, std::exchange(error, gradients[i]));
   }
   const auto k = std::clamp<int64_t>(std::llround(state.options.ratio * static_cast<double>(elements)), 1, to.numel());
@@ -66,7 +67,14 @@ HookFuture TopK::operator()(GradBucket& bucket) const {
         else
           kept->errors.erase(name);
       }
-    return to.zero_().index_add_(0, all_indices, all_values).div_(n);
+    // Rank by rank: so the order of the sum is the same on all ranks, also on a device whose index_add_() adds what
+    // belongs to one element in any order. A sum in 16 bits might overflow where the average does not.
+    const bool is_short = c10::elementSize(to.scalar_type()) == 2;
+    const at::Tensor sum = is_short ? at::zeros(to.sizes(), to.options().dtype(at::kFloat)) : to.zero_();
+    for (int64_t rank = 0; rank < n; ++rank)
+      sum.index_add_(0, all_indices.narrow(0, rank * k, k), all_values.narrow(0, rank * k, k).to(sum.scalar_type()));
+    sum.div_(n);
+    return is_short ? at::Tensor(to).copy_(sum) : sum;
   });
 }
 
