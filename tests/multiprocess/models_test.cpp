@@ -15,6 +15,42 @@ TEST(Models, WideConvolutions) { expect_as_alone<DistributedDataParallel, WideCo
 TEST(Models, TransformerWithTiedEmbeddings) { expect_as_alone<DistributedDataParallel, Transformer>(); }
 TEST(Models, TwoLayersOfLstm) { expect_as_alone<DistributedDataParallel, Recurrent>({.rate = 0.5}); }
 
+// --- one process that takes the whole batch ---
+
+// In doubles: in floats the sums over a batch are rounded elsewhere than the sums over its halves. (Of the other
+// models, a residual net normalizes by the batch, so only synchronized batch norms train it alike, models_graph_test.cpp;
+// and what `Mixed` uses depends on the rank.)
+template <typename Net>
+void expect_as_with_the_whole_batch(double rate, bool loss_is_a_sum = false) {
+  const InDoubles in_doubles;
+  const int steps = full_run() ? 20 : 3;
+  const auto train = [&](Net& net, const auto& loss_of) {
+    torch::optim::SGD optimizer(net.parameters(), torch::optim::SGDOptions(rate).momentum(0.9));
+    for (int step = 0; step < steps; ++step) {
+      optimizer.zero_grad();
+      loss_of(step).backward();
+      optimizer.step();
+    }
+  };
+  at::set_num_threads(1);
+  const auto alone = make<Net>(7, {});
+  const Values before = copies(alone->named_parameters());
+  train(*alone, [&](int step) { return alone->forward(kWholeBatch, step) / (loss_is_a_sum ? kRanks : 1); });
+  run_threads(kRanks,
+              [&](World& world) {
+                at::set_num_threads(1);
+                const auto net = make<Net>(7 + static_cast<uint64_t>(world.rank()), {});
+                DistributedDataParallel<Net> ddp(net);
+                train(*net, [&](int step) { return ddp(world.rank(), step); });
+                expect_close(*net, *alone, before, {.apart = 1e-9});
+              },
+              {.timeout = kPatience});
+}
+
+TEST(Models, AWholeBatchOfPicturesInOneProcess) { expect_as_with_the_whole_batch<WideConvolutions>(1e-3, true); }
+TEST(Models, AWholeBatchOfWordsInOneProcess) { expect_as_with_the_whole_batch<Transformer>(0.05); }
+TEST(Models, AWholeBatchOfSeriesInOneProcess) { expect_as_with_the_whole_batch<Recurrent>(0.5); }
+
 // --- meta-learning on the same models ---
 
 // Two steps of SGD with momentum, written out, by libtorch's engine. Returns the gradient of the loss after them with

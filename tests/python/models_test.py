@@ -4,9 +4,10 @@ What the training is compared to is in compared.py.
 """
 from __future__ import annotations
 
+import os
 import tempfile
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muster
 from compared import (
-    Batch, Compared, images, Lstm, on_both, Parameters, perceptron, RANKS, resnet18, seeded, STEPS, train,
+    Batch, Compared, generator, images, Lstm, on_both, Parameters, perceptron, RANKS, resnet18, seeded, STEPS, train,
     Transformer, vectors, wide_convolutions, words)
 from ranks import run
 
@@ -83,6 +84,39 @@ class Models(Compared):
 
         self.assert_equals_one_process(Transformer, words, wrap=moved)
         self.assert_equals_one_process(wide_convolutions, lambda rank, step: images(rank, step, 12), wrap=moved, steps=2)
+
+    @unittest.skipUnless("MUSTER_TEST_FULL" in os.environ, "takes 6 GB of memory: set MUSTER_TEST_FULL to run it")
+    def test_a_parameter_of_512_mb(self):
+        """The rows of a table. Each rank's words are those of a few, the first and the last one among them."""
+        rows, width = 1 << 15, 1 << 12
+
+        def vocabulary(rank: int, step: int) -> torch.Tensor:
+            chosen = torch.randint(rows, (6,), generator=generator(rank, step))
+            return torch.cat([torch.tensor([0, rows - 1]), chosen])
+
+        def train_on(net: nn.Module, batches: Iterator[torch.Tensor]) -> torch.Tensor:
+            optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+            for batch in batches:
+                optimizer.zero_grad()
+                net(batch).square().mean().mul(width).backward()
+                optimizer.step()
+            table, = net.parameters()
+            return table.detach()
+
+        def body(rank: int) -> tuple[torch.Tensor, bool]:
+            def table() -> nn.Module:
+                return nn.Embedding(rows, width, _weight=torch.full((rows, width), 0.5))
+
+            ours = train_on(DistributedDataParallel(table()), (vocabulary(rank, step) for step in range(2)))
+            whole_batches = (torch.cat([vocabulary(r, step) for r in range(RANKS)]) for step in range(2))
+            expected = train_on(table(), whole_batches)
+            close = torch.allclose(ours, expected, rtol=0, atol=1e-6)
+            return ours[:: rows - 1, ::100].clone(), close
+
+        (zero, zero_is_close), (one, one_is_close) = run(RANKS, body)
+        self.assert_same_bits(zero, one)
+        self.assertTrue(zero_is_close and one_is_close)
+        self.assertTrue((zero < 0.49).all(), "nothing was trained")
 
     def test_wide_convolutions_with_gradients_in_the_buckets(self):
         self.assert_equals_one_process(wide_convolutions, lambda rank, step: images(rank, step, 12), steps=2,

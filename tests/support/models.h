@@ -43,15 +43,26 @@ struct InDoubles {
   ~InDoubles() { torch::set_default_dtype(caffe2::TypeMeta::Make<float>()); }
 };
 
+// In the place of a rank: the whole batch, which is the parts of all kRanks ranks.
+constexpr int kWholeBatch = -1;
+
 // Each from a generator of its own: libtorch's default one is the process's, and ranks are threads.
 inline at::Generator generator_of(int rank, int step) {
   return at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 * step + rank));
 }
-inline Tensor drawn(int rank, int step, torch::IntArrayRef sizes) {
-  return torch::randn(sizes, generator_of(rank, step)).to(batches_on);
+// A rank's part of a batch, or the whole batch, along the dimension `batch`.
+template <typename Part>
+Tensor part_of_batch(int rank, int64_t batch, const Part& part) {
+  if (rank != kWholeBatch) return part(rank).to(batches_on);
+  std::vector<Tensor> parts;
+  for (int r = 0; r < kRanks; ++r) parts.push_back(part(r));
+  return torch::cat(parts, batch).to(batches_on);
 }
-inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabulary) {
-  return torch::randint(vocabulary, sizes, generator_of(rank, step)).to(batches_on);
+inline Tensor drawn(int rank, int step, torch::IntArrayRef sizes, int64_t batch = 0) {
+  return part_of_batch(rank, batch, [&](int r) { return torch::randn(sizes, generator_of(r, step)); });
+}
+inline Tensor words(int rank, int step, torch::IntArrayRef sizes, int64_t vocabulary, int64_t batch = 0) {
+  return part_of_batch(rank, batch, [&](int r) { return torch::randint(vocabulary, sizes, generator_of(r, step)); });
 }
 
 // --- models ---
@@ -97,7 +108,7 @@ struct Transformer : nn::Module {
     encoder = register_module("encoder", nn::TransformerEncoder(nn::TransformerEncoderOptions(layer, 2)));
   }
   Tensor forward(int rank, int step) {
-    const Tensor text = words(rank, step, {kLength + 1, 3}, kWords);
+    const Tensor text = words(rank, step, {kLength + 1, 3}, kWords, 1);
     Tensor y = table(text.slice(0, 0, kLength)) * 8;
     for (const auto& layer : *encoder->layers) {
       const auto run = [&layer](const Tensor& x) { return layer->as<nn::TransformerEncoderLayer>()->forward(x); };
@@ -113,7 +124,7 @@ struct Transformer : nn::Module {
 
 struct Recurrent : nn::Module {
   Tensor forward(int rank, int step) {
-    const auto [y, state] = lstm(drawn(rank, step, {7, 4, 128}).to(last->weight.scalar_type()));
+    const auto [y, state] = lstm(drawn(rank, step, {7, 4, 128}, 1).to(last->weight.scalar_type()));
     return (last(y).square().mean() + std::get<0>(state).mean()).to(torch::get_default_dtype());
   }
   nn::LSTM lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(128, 384).num_layers(2)));
