@@ -50,6 +50,10 @@ TEST(DdpMixed, DtypesOfArgumentsParametersBuffersAndResults) {
   on_ranks(2, [](World&) { expect_dtypes(kWrap); });
 }
 
+TEST(DdpMixed, PartsWithDtypesOfTheirOwn) { expect_parts_with_their_own(kWrap); }
+
+TEST(DdpMixed, GradientsOfALayerInFewerBitsOnTheirWay) { expect_gradients_of_a_layer_in_fewer_bits(kWrap); }
+
 TEST(DdpMixed, EveryKindOfStep) {
   on_hosts(kTwoEach, [](World& world) { expect_every_kind_of_step(world, kWrap); });
 }

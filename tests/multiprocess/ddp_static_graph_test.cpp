@@ -273,16 +273,29 @@ TEST(BucketSize, StartingABucketCostsATenthOfItsTime) {
   EXPECT_EQ(mib(100, 50), 25);
 }
 
-TEST(BucketSize, AllRanksMeasureTheSame) {
+TEST(BucketSize, AllRanksMeasureTheSameAndOnlyIfThereAreBucketsToMeasureFor) {
+  constexpr double kTiny = 16.0 / (1 << 20);  // MiB
   for (const HostOfRank& hosts : {HostOfRank{"a"}, HostOfRank{"a", "a", "a"}, HostOfRank{"a", "b", "b"}})
-    on_hosts(hosts, [](World& world) {
-      const double mib = StaticDdp(make_chosen()).logging_data().bucket_cap_mb;
+    on_hosts(hosts, [&](World& world) {
+      struct Made {
+        uint64_t operations;
+        double mib;
+      };
+      const auto made_with = [&](const DdpOptions& options) -> Made {
+        const uint64_t before = world.group().stats().operations;
+        const StaticDdp ddp(make_chosen(), options);
+        return {world.group().stats().operations - before, ddp.logging_data().bucket_cap_mb};
+      };
+      const auto [measuring, mib] = made_with({.first_bucket_cap_mb = kTiny});
+      const auto [with_size, given] = made_with({.bucket_cap_mb = 3, .first_bucket_cap_mb = kTiny});
+      EXPECT_EQ(measuring, with_size + (hosts.size() > 1 ? 6 : 0));
+      EXPECT_EQ(given, 3);
+      EXPECT_EQ(made_with({}).operations, with_size);  // all gradients are in the first bucket
       Tensor all = torch::zeros({world.world_size()}, torch::kDouble);
       all_gather_into_tensor(all, torch::full({1}, mib, torch::kDouble));
       EXPECT_TRUE(all.eq(mib).all().item<bool>()) << all;
       EXPECT_GE(mib, parallel::kLeastBucketMiB);
       EXPECT_LE(mib, parallel::kMostBucketMiB);
-      EXPECT_EQ(StaticDdp(make_chosen(), {.bucket_cap_mb = 3}).logging_data().bucket_cap_mb, 3);
     });
 }
 

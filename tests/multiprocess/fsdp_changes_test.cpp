@@ -172,6 +172,11 @@ TEST(Fsdp, ParametersThatAreTrainedLaterAreNamedOnEveryRank) {
         model(x);
         net->b->weight.set_requires_grad(false);
       }
+      net->eval();  // some are trained in this mode
+      net->b->weight.set_requires_grad(true);
+      expect_refusal(words, [&] { model(x); });
+      net->b->weight.set_requires_grad(false);
+      net->train();
       net->a->bias.set_requires_grad(false);
       expect_refusal({"a.bias has been frozen since the FullyShardedDataParallel was made", "find_unused_parameters"},
                      [&] { model(x).sum().backward(); });

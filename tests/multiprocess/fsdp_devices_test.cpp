@@ -371,12 +371,52 @@ TEST(FsdpDevices, Snapshots) {
   std::filesystem::remove_all(folder);
 }
 
+// A snapshot of a module on a device, whose optimizer is of a class that Muster does not know.
+TEST(FsdpDevices, AModuleOnADeviceAndItsOptimizerAreRestoredThere) {
+  struct Own : torch::optim::SGD {
+    using SGD::SGD;
+  };
+  struct Net : nn::Module {
+    explicit Net(torch::Device device)
+        : a(register_parameter("a", drawn(0, 1, {12, 300}).to(device))),
+          b(register_parameter("b", drawn(0, 2, {300, 5}).to(device))) {}
+    Tensor forward(const Tensor& x) { return torch::tanh(x.matmul(a)).matmul(b); }
+    Tensor a, b;
+  };
+  for (const bool sharded : {false, true}) {
+    const auto folder = std::filesystem::path(testing::TempDir()) / text("module-on-device-", ::getpid());
+    on_ranks(2, [&](World& world) {
+      const auto device = fake(world.rank());
+      const auto step = [&](Net& net, torch::optim::Optimizer& optimizer) {
+        optimizer.zero_grad();
+        net.forward(fsdp_input(0, 1).to(device)).square().sum().backward();
+        optimizer.step();
+      };
+      const auto with_momentum = torch::optim::SGDOptions(1e-3).momentum(0.9);
+      const auto net = std::make_shared<Net>(device), other = std::make_shared<Net>(device);
+      Own optimizer(net->parameters(), with_momentum), its(other->parameters(), with_momentum);
+      step(*net, optimizer);
+      const SnapshotOptions options{.folder = folder, .sharded = sharded, .default_generator = false};
+      Snapshot(options).add("model", net).add("optimizer", optimizer, {.per_rank = false}).save(1);
+      step(*net, optimizer);
+      EXPECT_EQ(Snapshot(options).add("model", other).add("optimizer", its, {.per_rank = false}).restore(), 1);
+      for (const auto& [key, state] : its.state())
+        EXPECT_EQ(static_cast<torch::optim::SGDParamState&>(*state).momentum_buffer().device(), device);
+      EXPECT_EQ(its.state().size(), 2u);
+      step(*other, its);
+      for (const auto& item : net->named_parameters())
+        EXPECT_TRUE(torch::equal(item.value().cpu(), other->named_parameters()[item.key()].cpu())) << item.key();
+    });
+    std::filesystem::remove_all(folder);
+  }
+}
+
 TEST(FsdpDevices, BadUseIsSaid) {
   on_ranks(2, [](World& world) {
     const auto with = [](const torch::Device& device) {
       fully_shard(make<FsdpNet>(7, {}), {.compute_device = device});
     };
-    expect_refusal({"compute_device is meta"}, [&] { with(torch::kMeta); });
+    expect_refusal({"compute_device: expected a device that computes, got meta"}, [&] { with(torch::kMeta); });
     EXPECT_CONTAINS(message_of<Unavailable>([&] { with(torch::Device(torch::kXLA, 0)); }), "0 devices of xla");
     EXPECT_CONTAINS(message_of<Unavailable>([&] { with(fake(kFakeDevices)); }), "3 devices of");
     expect_refusal({"parameter a.weight is not a dense CPU tensor", "Leave the module on the CPU"}, [&] {

@@ -45,6 +45,15 @@ TEST(FsdpMixed, DtypesOfArgumentsParametersBuffersAndResults) {
   });
 }
 
+TEST(FsdpMixed, PartsWithDtypesOfTheirOwn) {
+  for (const FsdpOptions& strategy : {FsdpOptions{}, full()}) expect_parts_with_their_own(sharded(strategy));
+}
+
+TEST(FsdpMixed, GradientsOfALayerInFewerBitsOnTheirWay) {
+  for (const FsdpOptions& strategy : {FsdpOptions{}, full()})
+    expect_gradients_of_a_layer_in_fewer_bits(sharded(strategy));
+}
+
 TEST(FsdpMixed, EvaluationOutsideOfForwardHasTheParametersThemselves) {
   on_hosts(kTwoEach, [](World& world) {
     for (const FsdpOptions& strategy : {FsdpOptions{}, full()})
@@ -221,7 +230,7 @@ TEST(FsdpMixed, SnapshotsHaveTheParameters) {
 
 TEST(FsdpMixed, AModelThatOnePrecisionDoesNotFit) {
   on_ranks(2, [](World& world) {
-    expect_refusal({"mixed_precision.param_dtype is Long", "kBFloat16"},
+    expect_refusal({"mixed_precision.param_dtype: expected BFloat16, Half, Float or Double, got Long", "kBFloat16"},
                    [] { fully_shard(make<FsdpNet>(7, {}), with({.param_dtype = torch::kLong})); });
     const bool first = world.rank() == 0;
     const auto expect_mismatch = [](const MixedPrecision& mine) {
@@ -230,6 +239,14 @@ TEST(FsdpMixed, AModelThatOnePrecisionDoesNotFit) {
     expect_mismatch({.param_dtype = first ? torch::kBFloat16 : torch::kHalf});
     expect_mismatch({.param_dtype = torch::kHalf, .cast_forward_inputs = first});
     expect_mismatch({.output_dtype = first ? torch::kHalf : torch::kFloat});
+    expect_mismatch({.of_module = [first](const nn::Module&) -> std::optional<ModulePrecision> {
+      return ModulePrecision{.reduce_dtype = first ? torch::kHalf : torch::kBFloat16};
+    }});
+    expect_refusal({"param_dtype", "Long"}, [] {
+      fully_shard(make<FsdpNet>(7, {}), with({.of_module = [](const nn::Module&) -> std::optional<ModulePrecision> {
+                    return ModulePrecision{.param_dtype = torch::kLong};
+                  }}));
+    });
   });
 }
 

@@ -100,7 +100,9 @@ TEST(Fsdp, GradientsAccumulate) {
           for (int r = 0; r < n; ++r) (alone->forward(fsdp_input(r, step)).sum() / n).backward();
         };
         if (round != 1) {  // zeros count as an average
-          const auto guard = model.no_sync();
+          using NoSync = decltype(model)::NoSync;
+          const std::unique_ptr<NoSync> guard(round == 0 ? new NoSync(model.no_sync()) : nullptr);
+          if (!guard) model.set_requires_gradient_sync(false);
           {
             const torch::NoGradGuard no_grad;
             model(fsdp_input(world.rank(), 0));  // the first one after the last round
@@ -109,6 +111,7 @@ TEST(Fsdp, GradientsAccumulate) {
           backward(0);
           EXPECT_EQ(world.group().stats().operations, operations) << "no_sync() communicated";
           for (const auto& parameter : net->parameters()) EXPECT_TRUE(parameter.grad().defined());
+          if (!guard) model.set_requires_gradient_sync(true);
         }
         backward(1);
         backward(2);
@@ -129,6 +132,86 @@ TEST(Fsdp, GradientsAccumulate) {
       }
     });
   }
+}
+
+// A gradient that the user puts into .grad before backward() is the rank's own, in each step.
+TEST(Fsdp, GradientsThatTheUserSetsAreAveragedToo) {
+  for (const HostOfRank& hosts : {HostOfRank{"a", "a", "a"}, HostOfRank{"a", "a", "b"}})
+    on_hosts(hosts, [](World& world) {
+      const auto net = make<FsdpNet>(7, {}), other = make<FsdpNet>(7, {});
+      auto model = fully_shard(net);
+      DistributedDataParallel ddp(other);
+      for (int step = 0; step < 3; ++step) {
+        for (const auto& each : {net, other}) {
+          each->zero_grad();
+          for (auto& parameter : each->parameters()) parameter.mutable_grad() = 0.1 * parameter.detach();
+        }
+        model(fsdp_input(world.rank(), step)).square().sum().backward();
+        ddp(fsdp_input(world.rank(), step)).square().sum().backward();
+        for (const auto& item : net->named_parameters())
+          if (const Tensor& grad = item.value().grad(); grad.defined()) {
+            EXPECT_TRUE(torch::allclose(grad, other->named_parameters()[item.key()].grad(), 1e-4, 1e-7))
+                << item.key() << " in step " << step;
+          }
+      }
+    });
+}
+
+// A parameter has another accumulator after a conversion to another dtype and back.
+TEST(Fsdp, GradientsAccumulateAfterAConversionOfTheModule) {
+  on_ranks(2, [](World& world) {
+    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
+    auto model = fully_shard(net);
+    model(fsdp_input(world.rank(), 0)).sum().backward();
+    net->zero_grad();
+    model.synchronize();
+    for (const auto& each : {net, alone})
+      for (const auto dtype : {torch::kHalf, torch::kFloat}) each->to(dtype);
+    model.synchronize();
+    for (const int step : {1, 2}) {
+      model(fsdp_input(world.rank(), step)).sum().backward();
+      for (int r = 0; r < 2; ++r) (alone->forward(fsdp_input(r, step)).sum() / 2).backward();
+    }
+    for (const auto& item : net->named_parameters())
+      if (const Tensor& grad = item.value().grad(); grad.defined()) {
+        EXPECT_TRUE(torch::allclose(grad, alone->named_parameters()[item.key()].grad(), 1e-4, 1e-5)) << item.key();
+      }
+    const auto guard = model.no_sync();
+    const auto loss = model(fsdp_input(world.rank(), 3)).sum();
+    expect_refusal({"in no_sync() would add to the gradient of"}, [&] { loss.backward(); });
+  });
+}
+
+// Also never: on one host, on several that have all, and with copies in fewer bits.
+TEST(Fsdp, AfterGatherEachRankEvaluatesAsOftenAsItLikes) {
+  for (const HostOfRank& hosts : {HostOfRank{"a", "a"}, kTwoEach})
+    for (const MixedPrecision& precision : {MixedPrecision{}, MixedPrecision{.param_dtype = torch::kBFloat16}})
+      on_hosts(hosts, [&](World& world) {
+        const auto net = make<FsdpNet>(7, {});
+        auto model = fully_shard(net, {.mixed_precision = precision});
+        torch::optim::SGD optimizer(net->parameters(), 1e-3);
+        for (int round = 0; round < 2; ++round) {
+          model(fsdp_input(world.rank(), round)).square().sum().backward();
+          optimizer.step();
+          model.gather();
+          net->eval();
+          const Tensor whole = model(fsdp_input(0, 9)).detach();
+          for (int step = 0; step < world.rank(); ++step) model(fsdp_input(0, step));
+          model.synchronize();
+          if (world.rank() == 0) {  // the others do nothing
+            model.gather();
+          } else {
+            model.gather();
+            EXPECT_TRUE(torch::equal(model(fsdp_input(0, 9)), whole));
+          }
+          model.synchronize();
+          net->train();
+          Tensor of_all = whole.clone();
+          all_reduce(of_all);
+          EXPECT_TRUE(torch::allclose(of_all / world.world_size(), whole, 1e-3, 1e-3));
+          optimizer.zero_grad();
+        }
+      });
 }
 
 TEST(Fsdp, ClipsByTheNormOfAllGradients) {
@@ -160,6 +243,13 @@ TEST(Fsdp, ClipsByTheNormOfAllGradients) {
     EXPECT_FALSE(std::isfinite(model.clip_grad_norm_(1)));
     for (const auto& parameter : model.owned_parameters()) EXPECT_TRUE(parameter.grad().isnan().any().item<bool>());
     EXPECT_THROW(model.clip_grad_norm_(1, 0), InvalidArgument);
+    net->zero_grad();
+    {
+      const auto guard = model.no_sync();
+      model(fsdp_input(world.rank(), 2)).sum().backward();
+    }
+    expect_refusal({"clip_grad_norm_(): the gradient of ", " is this rank's own, of a no_sync()"},
+                   [&] { model.clip_grad_norm_(1); });
   });
 }
 

@@ -24,9 +24,12 @@ inline const MixedPrecision kBFloat16{.param_dtype = torch::kBFloat16, .output_d
 template <typename Net>
 std::shared_ptr<Net> trained_alone(const MixedPrecision& precision, int ranks, int steps, auto loss_of) {
   const auto net = make<Net>(7, {}), copy = make<Net>(7, {});
-  for (auto& module : copy->modules())
-    if (!precision.full_precision || !precision.full_precision(*module))
-      for (auto& parameter : module->parameters(false)) parameter.set_data(parameter.to(*precision.param_dtype));
+  for (auto& module : copy->modules()) {
+    const auto own = precision.of_module ? precision.of_module(*module) : std::nullopt;
+    const auto dtype = own ? own->param_dtype : precision.param_dtype;
+    if (dtype && (!precision.full_precision || !precision.full_precision(*module)))
+      for (auto& parameter : module->parameters(false)) parameter.set_data(parameter.to(*dtype));
+  }
   torch::optim::AdamW optimizer(net->parameters());
   for (int step = 0; step < steps; ++step) {
     const torch::NoGradGuard no_grad;
@@ -129,6 +132,83 @@ struct Watching : nn::Module {
   Tensor table = register_buffer("table", torch::ones({3}));
   std::vector<at::ScalarType> seen;
 };
+
+// A part with dtypes of its own, and in it a layer with others again.
+struct Parts : nn::Module {
+  struct Part : nn::Module {
+    nn::Linear first = register_module("first", nn::Linear(12, 40)), last = register_module("last", nn::Linear(40, 12));
+    Tensor table = register_buffer("table", torch::ones({12}));
+    // The parameters' own dtypes do not tell in which ones operators compute.
+    Tensor forward(const Tensor& x) {
+      const auto in = [](nn::Linear& layer, const Tensor& y) { return layer(y.to((layer->weight + 0).dtype())); };
+      return in(last, torch::tanh(in(first, x))) + table;
+    }
+  };
+  Tensor forward(const Tensor& x) {
+    seen = {(a->weight + 0).scalar_type(), (part->first->weight + 0).scalar_type(),
+            (part->last->bias + 0).scalar_type(), table.scalar_type(), part->table.scalar_type()};
+    return part->forward(torch::tanh(a(x))) + table;
+  }
+  nn::Linear a = register_module("a", nn::Linear(12, 12));
+  std::shared_ptr<Part> part = register_module("part", std::make_shared<Part>());
+  Tensor table = register_buffer("table", torch::ones({12}));
+  std::vector<at::ScalarType> seen;
+};
+
+inline bool is_part(const nn::Module& module) { return dynamic_cast<const Parts::Part*>(&module) != nullptr; }
+inline bool is_last(const nn::Module& module) {
+  const auto* const linear = dynamic_cast<const nn::LinearImpl*>(&module);
+  return linear && linear->options.in_features() == 40;
+}
+
+inline void expect_parts_with_their_own(auto wrap) {
+  using enum at::ScalarType;
+  const ModulePrecision of_part{.param_dtype = Double, .buffer_dtype = Double};
+  MixedPrecision precision{.param_dtype = BFloat16, .buffer_dtype = Half};
+  precision.of_module = [of_part](const nn::Module& module) -> std::optional<ModulePrecision> {
+    if (is_last(module)) return ModulePrecision{};
+    return is_part(module) ? std::optional(of_part) : std::nullopt;
+  };
+  on_hosts(kApart, [&](World&) {
+    auto model = wrap(std::make_shared<Parts>(), precision);
+    model(torch::ones({2, 12}));
+    EXPECT_EQ(model.module()->seen, (std::vector<at::ScalarType>{BFloat16, Double, Float, Half, Double}));
+    if constexpr (requires { model.synchronize(); }) model.synchronize();
+  });
+  // trained_alone() asks each layer.
+  precision.buffer_dtype = {};
+  precision.of_module = [of_part](const nn::Module& module) -> std::optional<ModulePrecision> {
+    if (is_last(module)) return ModulePrecision{};
+    const auto* const linear = dynamic_cast<const nn::LinearImpl*>(&module);
+    return linear && linear->options.out_features() == 40 ? std::optional(of_part) : std::nullopt;
+  };
+  expect_steps_of_such_a_copy<Parts>(kTwoEach, precision, wrap, kLossOfFsdpNet);
+}
+
+// With several hosts: those of one layer travel in fewer bits, in buckets of their own.
+inline void expect_gradients_of_a_layer_in_fewer_bits(auto wrap) {
+  const MixedPrecision precision{.of_module = [](const nn::Module& module) -> std::optional<ModulePrecision> {
+    const auto* const linear = dynamic_cast<const nn::LinearImpl*>(&module);
+    const bool is_d = linear && linear->options.out_features() == 5;
+    return is_d ? std::optional(ModulePrecision{.reduce_dtype = torch::kBFloat16}) : std::nullopt;
+  }};
+  on_hosts(kTwoEach, [&](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = wrap(net, precision);
+    model(fsdp_input(world.rank(), 0)).square().sum().backward();
+    size_t seen = 0;
+    for (const auto& item : net->named_parameters()) {
+      const Tensor& grad = item.value().grad();
+      if (!grad.defined()) continue;
+      ++seen;
+      EXPECT_EQ(torch::equal(grad, grad.to(torch::kBFloat16).to(torch::kFloat)), item.key().starts_with("d."))
+          << item.key();
+    }
+    EXPECT_GT(seen, 0u);
+    for (const auto& names : model.bucket_names())
+      for (const auto& name : names) EXPECT_EQ(name.starts_with("d."), names[0].starts_with("d.")) << name;
+  });
+}
 
 // Without corners, at which a rounding error would change a derivative.
 struct Smooth : nn::Module {

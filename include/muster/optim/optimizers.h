@@ -29,8 +29,9 @@
 // functional_optimizer.h, it has a default constructor, options(), and O::Options with a field lr and a list of its
 // fields.
 //
-// Errors: InvalidArgument for options out of their range (from step(), if they were changed; then a rate may be below 0)
-// and for sparse gradients that are not accepted, before anything has changed. Thread-safety: none; one thread, as torch::optim::Optimizer.
+// Errors: InvalidArgument for options out of their range (from step(), if they were changed; then a rate may be below
+// 0) and for sparse gradients that are not accepted, before anything has changed. Thread-safety: none; one thread, as
+// torch::optim::Optimizer.
 // Source: torch.optim.
 #pragma once
 

@@ -109,8 +109,8 @@ struct ReproducibleOptions {
 struct DdpOptions {
   Group group;  // default: all ranks
   // MiB; a bucket of small gradients is closed before it exceeds this. Default: 1 to 25, by the speed of all_reduce in
-  // the group, which the constructor measures (docs/decisions/0020); 25 on a device. Give it where runs on several
-  // hosts, or with a hook that compresses, are to be equal to the bit.
+  // the group, which the constructor measures if small gradients exceed the first bucket (docs/decisions/0020); 25 on
+  // a device. Give it where runs on several hosts, or with a hook that compresses, are to be equal to the bit.
   std::optional<double> bucket_cap_mb = {};
   double first_bucket_cap_mb = 1;  // the first bucket is smaller, so that communication starts early
   bool find_unused_parameters = false;

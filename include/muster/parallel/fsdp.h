@@ -14,9 +14,15 @@
 // The constructor copies rank 0's parameters and buffers to all ranks, or fills those that have no values by
 // FsdpOptions::init, for models that no process could make. The tensors of the module stay the same objects;
 // their memory changes, for good. Every rank calls forward(), backward() and step() equally often. The rules:
-//   - A step is forward(), backward(), step(), with as many forward() calls as you like (in eval() mode also on some
-//     ranks more than on others), and with no_sync() as in DistributedDataParallel. step() comes after a backward().
-//     The next forward() waits until all ranks' step() is over; until then nobody may read parameters in any other way.
+//   - A step is forward(), backward(), step(), with as many forward() calls as you like, and with no_sync() as in
+//     DistributedDataParallel. step() comes after a backward(). The next forward() waits until all ranks' step() is
+//     over; until then nobody may read parameters in any other way. In eval() mode some ranks may call forward() more
+//     often than others, but each calls it at least once after a step(), or gather() before.
+//   - A gradient that backward() has left is an average. Change it in place. What you put into .grad yourself before a
+//     backward() counts as this rank's own. Before no_sync(), and before another FullyShardedDataParallel of the module
+//     is made, call zero_grad(), which leaves no zeros.
+//   - If a backward() throws on a rank, and the rank goes on, all ranks call zero_grad() and leave step() out. If it
+//     throws before the first parameter has its gradient, the other ranks wait for this one, until their timeout.
 //   - Only the owner changes a parameter; owned_parameters() has what this rank owns. What does more than step() by the
 //     optimizer (weight clipping, an average that is written back) goes over these.
 //   - If you change parameters on one host, make the same change on every host.
@@ -197,11 +203,15 @@ class FullyShardedDataParallel {
   using NoSync = NoSyncGuard<fsdp::Sharder>;
   [[nodiscard]] NoSync no_sync() { return NoSync(*sharder_); }
 
+  // The same without a guard, until it is switched on again. Source: FSDPModule.set_requires_gradient_sync.
+  void set_requires_gradient_sync(bool on) { sharder_->set_sync(on); }
+
   // Every rank calls it; returns when all have: what they have read and changed so far is over.
   void synchronize() { sharder_->synchronize(); }
 
   // As synchronize(); then this host has the values of all parameters, which must not change meanwhile, until the next
-  // synchronize(), forward() in training mode, or end of a backward() that averages. Unavailable, on every rank, if a
+  // synchronize(), forward() in training mode, or end of a backward() that averages. Until then each rank may call
+  // forward() in eval() mode as often as it likes, or never. Unavailable, on every rank, if a
   // host has too little memory.
   void gather() { sharder_->gather(); }
 

@@ -41,6 +41,12 @@
 namespace muster {
 
 // Each dtype is bfloat16, float16, float32 or float64. Without a value, what it says keeps its own.
+//
+// For a part of a model.
+struct ModulePrecision {
+  std::optional<at::ScalarType> param_dtype, reduce_dtype, buffer_dtype;  // as MixedPrecision's
+};
+
 struct MixedPrecision {
   std::optional<at::ScalarType> param_dtype;   // of the copies
   std::optional<at::ScalarType> reduce_dtype;  // in which gradients travel between hosts: fewer bytes, fewer digits
@@ -53,6 +59,11 @@ struct MixedPrecision {
   // Modules whose own parameters and buffers stay as they are, such as normalisations. With 16 bits, batch and instance
   // normalisations always do, because their operator needs parameters and statistics in float32.
   std::function<bool(const torch::nn::Module&)> full_precision;
+
+  // For a module that is to have other dtypes than those above, and for all modules within it for which this gives no
+  // others; nullopt for all the rest. forward() of such a module gets its inputs as they are, so it has to convert
+  // them. A parameter of several modules has the dtypes of the first one, in the order of modules().
+  std::function<std::optional<ModulePrecision>(const torch::nn::Module&)> of_module;
 };
 
 namespace parallel {

@@ -95,7 +95,6 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
 
   const MixedPrecision& precision = s.options.mixed_precision;
   parallel::check(precision);
-  with.reduce_dtype = precision.reduce_dtype;
   with.static_graph = s.options.static_graph;
   if (with.static_graph && with.find_unused_parameters)
     throw InvalidArgument("DdpOptions::static_graph does not go with DdpOptions::find_unused_parameters",
@@ -107,6 +106,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   const auto trainable = tensors.trainable();
   with.sparse = with_sparse_gradients(*s.module, trainable);
   with.delayed = delayed(s.options.delay_all_reduce, trainable);
+  with.reduce_dtypes = parallel::reduce_dtypes(*s.module, trainable, precision);
+  const bool reduces_in_another =
+      std::any_of(with.reduce_dtypes.begin(), with.reduce_dtypes.end(), [](const auto& dtype) { return dtype; });
   const ReproducibleOptions& reproducible = s.options.reproducible;
   parallel::require_same_on_all_ranks(
       tensors.all,
@@ -132,7 +134,7 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       throw InvalidArgument(text(trainable[0].name, " is on ", first.device().str(), ", and ", name, " on ",
                                  tensor.device().str(), ": a DistributedDataParallel is on one device"),
                             "Move the module with to()");
-  if (!first.is_cpu() && (reproducible.shards != 0 || precision.param_dtype || precision.reduce_dtype))
+  if (!first.is_cpu() && (reproducible.shards != 0 || parallel::makes_copies(precision) || reduces_in_another))
     throw InvalidArgument(text(trainable[0].name, " is on ", first.device().str(),
                                ", and DdpOptions::", reproducible.shards != 0 ? "reproducible" : "mixed_precision",
                                " is for modules on the CPU"),
@@ -140,8 +142,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   if (reproducible.shards != 0) {
     s.shards.emplace(reproducible.shards, s.group);
     if (reproducible.threads < 1)
-      throw InvalidArgument(text("DdpOptions::reproducible has ", reproducible.threads, " threads"), "Use 1 or more");
-    if (precision.reduce_dtype)
+      throw InvalidArgument(text("DdpOptions::reproducible.threads: expected 1 or more, got ", reproducible.threads),
+                            "Use 1 or more");
+    if (reduces_in_another)
       throw InvalidArgument("DdpOptions::reproducible does not go with mixed_precision.reduce_dtype",
                             "Set one of them");
     if (!s.options.ignored.empty() || s.options.static_graph)
@@ -154,7 +157,7 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
   }
   if (s.options.init_sync) parallel::broadcast_together(tensors.all, s.group);
   parallel::convert_buffers(*s.module, precision);
-  if (precision.param_dtype) s.copies = std::make_unique<PrivateCopies>(computed, compute_dtypes);
+  if (parallel::makes_copies(precision)) s.copies = std::make_unique<PrivateCopies>(computed, compute_dtypes);
   s.buffers = std::move(tensors.buffers);
   s.everything = std::move(tensors.all);
   with.on_begin = [weak = std::weak_ptr(impl_)](bool with_graph) {
@@ -173,7 +176,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, DdpOptions options) 
       impl->watch->after_backward(is_complete, [&] { return impl->equal_buffers(); });
   };
   const auto heap = world.shared_heap();
-  if (!s.options.bucket_cap_mb && first.is_cpu()) with.bucket_cap_mb = parallel::measured_bucket_mib(s.group, *heap);
+  if (!s.options.bucket_cap_mb && first.is_cpu() && parallel::exceed_first_bucket(trainable, with))
+    with.bucket_cap_mb = parallel::measured_bucket_mib(s.group, *heap);
   s.gradients.emplace(trainable, std::move(with), heap);
 }
 

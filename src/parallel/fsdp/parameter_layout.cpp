@@ -57,8 +57,15 @@ std::vector<std::vector<std::span<std::byte>>> ParameterLayout::elsewhere(int ho
   std::vector<std::vector<std::span<std::byte>>> all(pieces.empty() ? 0 : pieces[0].size());
   for (size_t place = 0; place < pieces.size(); ++place)
     for (size_t unit = 0; unit < all.size(); ++unit)
-      for (const auto& piece : pieces[place][unit])
-        if (piece.host != host) all[unit].emplace_back(memory[place] + piece.offset, piece.bytes);
+      for (const auto& piece : pieces[place][unit]) {
+        if (piece.host == host) continue;
+        std::byte* const begin = memory[place] + piece.offset;
+        auto& spans = all[unit];
+        if (!spans.empty() && spans.back().data() + spans.back().size() == begin)  // one system call for neighbours
+          spans.back() = {spans.back().data(), spans.back().size() + piece.bytes};
+        else
+          spans.emplace_back(begin, piece.bytes);
+      }
   return all;
 }
 

@@ -54,7 +54,8 @@ void fill_buffers(const std::vector<parallel::NamedTensor>& buffers, const FsdpO
 // With its index; none if it is the CPU. Unavailable if this process has no such device.
 std::optional<at::Device> checked_device(const std::optional<at::Device>& wanted) {
   if (!wanted || wanted->is_cpu()) return {};
-  if (wanted->is_meta()) throw InvalidArgument("compute_device is meta", "Use the device that computes");
+  if (wanted->is_meta())
+    throw InvalidArgument("compute_device: expected a device that computes, got meta", "Use the device that computes");
   const bool is_known = c10::impl::hasDeviceGuardImpl(wanted->type());
   const c10::DeviceIndex count =
       is_known ? c10::impl::VirtualGuardImpl(wanted->type()).deviceCount() : c10::DeviceIndex{0};
@@ -108,7 +109,7 @@ struct Sharder::Impl {
     if (gradients) gradients->end_failed_backward();
   }
   std::shared_ptr<void> forward() const {
-    return options.mixed_precision.param_dtype || options.compute_device
+    return parallel::makes_copies(options.mixed_precision) || options.compute_device
                ? std::make_shared<parallel::ForwardWithCopies>(shared->phase())
                : nullptr;
   }
@@ -127,9 +128,9 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   s.group = with.group;
 
   if (!(s.options.unit_cap_mb > 0) || s.options.max_gathered_units < 2)
-    throw InvalidArgument(
-        text("unit_cap_mb is ", s.options.unit_cap_mb, " and max_gathered_units ", s.options.max_gathered_units),
-        "Use a size above 0, in MiB, and at least 2 units: one in use, and the next one");
+    throw InvalidArgument(text("unit_cap_mb and max_gathered_units: expected a number above 0, and 2 or more, got ",
+                               s.options.unit_cap_mb, " and ", s.options.max_gathered_units),
+                          "Use a size above 0, in MiB, and at least 2 units: one in use, and the next one");
 
   const MixedPrecision& precision = s.options.mixed_precision;
   parallel::check(precision);
@@ -187,7 +188,6 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
       Gathering{.units = gathers ? s.units : std::vector<Unit>{}, .most = most}, fill, on_device);
 
   with.owner_on_each_host = s.copies > 1;
-  with.reduce_dtype = precision.reduce_dtype;
   if (gathers) with.most_in_flight = group_bytes;
   with.on_end = [shared = s.shared] { shared->own_reads_are_over(); };
   with.on_averaged = [shared = s.shared](bool) { shared->reads_are_over(); };
@@ -197,6 +197,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     trained.push_back(s.parameters[i]);
     with.owners.push_back(s.owners[i]);
   }
+  with.reduce_dtypes = parallel::reduce_dtypes(*s.module, trained, precision);
   if (!trained.empty()) s.gradients.emplace(trained, std::move(with), world.shared_heap());
 }
 
@@ -211,12 +212,10 @@ std::shared_ptr<void> Sharder::before_forward() {
   Impl& s = *impl_;
   s.let_backward_end();
   if (s.shared->has_all() && !s.module->is_training()) return s.forward();
-  const bool trains = s.module->is_training() && at::GradMode::is_enabled();
-  if (trains) {
-    s.watch->check_for_new(*s.module);
-    if (s.gradients) s.gradients->require_no_other();
-  }
-  auto changes = s.shared->changes(trains);  // before anything that ends the others' reads
+  const bool makes_graph = at::GradMode::is_enabled();  // perhaps to train in eval() mode
+  if (makes_graph) s.watch->check_for_new(*s.module);
+  if (makes_graph && s.module->is_training() && s.gradients) s.gradients->require_no_other();
+  auto changes = s.shared->changes(makes_graph);  // before anything that ends the others' reads
   if (s.gradients) s.gradients->before_forward();
   const bool sync = !s.gradients || s.gradients->sync();
   const bool may_follow_an_update = s.module->is_training() && sync;
@@ -274,6 +273,7 @@ std::vector<std::vector<std::string>> Sharder::bucket_names() const {
 
 double Sharder::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   impl_->end_backward();
+  if (impl_->gradients) impl_->gradients->require_averages("clip_grad_norm_()");
   return clip_grad_norm_(owned_parameters(), max_norm,
                          {.norm_type = norm_type,
                           .error_if_nonfinite = error_if_nonfinite,

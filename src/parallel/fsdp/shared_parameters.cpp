@@ -164,10 +164,11 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                                .shared = has_copy ? (*kept_)[kept_at[i]] : (*used_)[i],
                                                .copy = has_copy ? (*used_)[i] : at::Tensor(),
                                                .owner = owners[i],
+                                               .is_mine = rank_of(owners[i], hosts_, group.rank()) == group.rank(),
                                                .is_trained = tensor.requires_grad()});
     // After a failure of `fill` for one without values, the others keep theirs: their own memory goes. If commit()
     // fails for lack of memory, values are lost.
-    if (is_mine(entry) && !(failure && tensor.is_meta())) try {
+    if (entry.is_mine && !(failure && tensor.is_meta())) try {
         used_->commit(i);
         if (has_copy) kept_->commit(kept_at[i]);
         if (tensor.numel() > 0) fill(parameters[i], entry.shared);
@@ -201,7 +202,7 @@ void SharedParameters::for_each_gatherer(const std::function<void(Gatherer&)>& f
 void SharedParameters::make_copies() {
   const at::NoGradGuard no_grad;
   for (const Entry& entry : entries_)
-    if (entry.copy.defined() && is_mine(entry)) entry.copy.copy_(entry.shared);
+    if (entry.copy.defined() && entry.is_mine) entry.copy.copy_(entry.shared);
 }
 
 void SharedParameters::use_shared_memory(Entry& entry) const {
@@ -211,22 +212,22 @@ void SharedParameters::use_shared_memory(Entry& entry) const {
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
-  if (is_mine(entry)) entry.sample = sample_of(entry.shared);
+  if (entry.is_mine) entry.sample = sample_of(entry.shared);
 }
 
-SharedParameters::Changes SharedParameters::changes(bool trains) const {
+SharedParameters::Changes SharedParameters::changes(bool makes_graph) const {
   const at::NoGradGuard no_grad;
   Changes changes;
   const int rank = group_.rank();
   for (const Entry& entry : entries_) {
     Change change = Change::kNone;
     const at::Tensor &tensor = entry.tensor, &shared = entry.shared;
-    const bool is_written = tensor._version() != entry.version, mine = is_mine(entry);
+    const bool is_written = tensor._version() != entry.version, mine = entry.is_mine;
     uint64_t sample = entry.sample;
     if (tensor.sizes() != shared.sizes() || tensor.scalar_type() != shared.scalar_type() ||
         tensor.device() != shared.device() || tensor.layout() != shared.layout()) {
       change = Change::kReshaped;
-    } else if (trains && tensor.requires_grad() && !entry.is_trained) {
+    } else if (makes_graph && tensor.requires_grad() && !entry.is_trained) {
       change = Change::kUnfrozen;
     } else if (!tensor.is_alias_of(shared)) {
       // Module::to() after a forward() would get the copy's values.
@@ -273,11 +274,11 @@ void SharedParameters::before_forward(Changes changes) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     const Change change = change_of(changes.worst[i]);
-    if (change == Change::kReplaced && is_mine(entry)) {
+    if (change == Change::kReplaced && entry.is_mine) {
       entry.shared.copy_(entry.tensor);
       if (entry.copy.defined()) entry.copy.copy_(entry.tensor);
     }
-    if (change == Change::kUpdated && !is_mine(entry)) torch::autograd::impl::bump_version(entry.tensor);
+    if (change == Change::kUpdated && !entry.is_mine) torch::autograd::impl::bump_version(entry.tensor);
     any_is_written |= change == Change::kReplaced;
   }
   if (any_is_written) barrier({.group = group_});
@@ -355,7 +356,7 @@ void SharedParameters::own_reads_are_over() {
 }
 
 void SharedParameters::reads_are_over() {
-  phase_->reading = false;
+  phase_->reading = has_all_ = false;
   own_reads_are_over();
   for_each_gatherer([](Gatherer& gatherer) { gatherer.end(); });
 }
@@ -376,6 +377,8 @@ void SharedParameters::gather() {
     reads_are_over();
     throw;
   }
+  if (!used_->gatherer() && kept_) barrier({.group = group_});  // all owners have made their copies
+  has_all_ = true;
 }
 
 }  // namespace muster::fsdp

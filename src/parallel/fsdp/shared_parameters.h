@@ -26,10 +26,11 @@
 // evaluate unequal parts.
 //
 // changes() finds what breaks this order: a parameter that a rank changed without owning it, or while others might
-// read; new storage or another shape; and one that requires grad, but did not when it was shared. It finds in-place changes by autograd's version counters, and those of the owner
-// while others might read also by some of the parameter's bytes. By these bytes it also finds that hosts have different
-// values. before_forward() lets all ranks know, and throws the same on all. After an update it moves on the version
-// counters of the other ranks' parameters, so that a backward() through an old graph fails as in one process.
+// read; new storage or another shape; and one that requires grad, but did not when it was shared. It finds in-place
+// changes by autograd's version counters, and those of the owner while others might read also by some of the
+// parameter's bytes. By these bytes it also finds that hosts have different values. before_forward() lets all ranks
+// know, and throws the same on all. After an update it moves on the version counters of the other ranks' parameters,
+// so that a backward() through an old graph fails as in one process.
 //
 // A parameter may get new storage, as by torch::load(). If its owners' have some, before_forward() copies the owners'
 // values to the shared memory, and all ranks use that again.
@@ -87,7 +88,7 @@ class SharedParameters {
     std::vector<int64_t> worst;              // the kind of change
     std::vector<int64_t> largest, smallest;  // some of the values, as the owners have them, and their complement
   };
-  Changes changes(bool trains) const;  // trains: parameters that require grad get some
+  Changes changes(bool makes_graph) const;  // makes_graph: parameters that require grad may get some
   // Whether no rank may have written since before_forward(). Throws if this one has. If it has replaced tensors, all
   // ranks must come to before_forward().
   bool may_go_on(const Changes& changes) const;
@@ -97,7 +98,7 @@ class SharedParameters {
   void synchronize();
   // Collective: as synchronize(); then this host has all values, until the next call of one of these functions.
   void gather();
-  bool has_all() const { return used_->gatherer() && used_->gatherer()->has_all(); }  // since gather()
+  bool has_all() const { return has_all_; }  // since gather()
   // To be called when backward() is over on this rank, and then when it is on all ranks.
   void own_reads_are_over();
   void reads_are_over();
@@ -120,6 +121,7 @@ class SharedParameters {
     at::Tensor shared;  // in shared memory, of the same shape and layout
     at::Tensor copy;    // the same in another dtype; undefined if the CPU's operators use `shared`
     Owner owner;
+    bool is_mine = false;  // this rank owns it
     bool is_trained = true;
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
@@ -131,7 +133,6 @@ class SharedParameters {
   void make_copies_for_operators(const std::vector<parallel::NamedTensor>& parameters,
                                  const std::vector<size_t>& kept_at, const std::optional<OnDevice>& on_device);
   bool has_copy(const Entry& entry) const { return entry.copy.defined() || on_device_; }  // for operators
-  bool is_mine(const Entry& entry) const { return rank_of(entry.owner, hosts_, group_.rank()) == group_.rank(); }
   void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;
   void make_copies();
@@ -146,6 +147,7 @@ class SharedParameters {
   std::unique_ptr<SharedTensors> kept_;  // parameters that have copies in another dtype; null if there are none
   std::vector<std::shared_ptr<parallel::PinnedMemory>> pinned_;  // of what the device reads
   std::unique_ptr<DeviceCopies> on_device_;                      // null if the CPU computes
+  bool has_all_ = false;
   // `reading`: since before_forward(). `is_step`: until synchronize() or gather(). Both are the same on all ranks.
   const std::shared_ptr<parallel::CopyPhase> phase_ = std::make_shared<parallel::CopyPhase>();
 };

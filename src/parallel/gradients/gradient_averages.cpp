@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "base/text.h"
@@ -88,13 +89,13 @@ void GradientReducer::Impl::launch(size_t index) {
   begin_communication();
   Bucket& bucket = buckets[index];
   if (bucket.sparse) {
-    bucket.work = all_reduce_async(parameters[bucket.parameters[0]].view, averaging());
+    bucket.work = all_reduce_async(parameters[bucket.parameters[0]].view, averaging(bucket));
     return;
   }
   if (hook) return call_hook(index);
   if (!tells_shares_apart()) mark_used(bucket);
-  bucket.work =
-      to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging()) : all_reduce_async(bucket.flat, averaging());
+  bucket.work = to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging(bucket))
+                           : all_reduce_async(bucket.flat, averaging(bucket));
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
 }
 
@@ -143,9 +144,9 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   if (hook || last.sparse) {
     if (next_bucket < buckets.size()) launch(next_bucket++);  // else its hook has thrown
   } else if (to_owner()) {
-    reduce(last.flat, last.owner, averaging());
+    reduce(last.flat, last.owner, averaging(last));
   } else {
-    all_reduce(last.flat, averaging());
+    all_reduce(last.flat, averaging(last));
   }
   if (hook) wrong_results = use_hooks_results();
   if (tells_shares_apart()) {
@@ -193,10 +194,9 @@ std::string GradientReducer::Impl::use_hooks_results() {
     const at::Tensor result = future.get();
     const at::Tensor buffer = bucket.gradients();
     if (!result.defined() || result.numel() != buffer.numel()) {
-      wrong = text("the communication hook returned ",
-                   result.defined() ? text("a tensor of ", result.numel(), " elements") : std::string("no tensor"),
-                   " for the bucket of ", buffer.numel(), " that begins with parameter ",
-                   parameters[bucket.parameters[0]].name);
+      wrong = text("the communication hook, for the bucket that begins with parameter ",
+                   parameters[bucket.parameters[0]].name, ": expected a tensor of ", buffer.numel(), " elements, got ",
+                   result.defined() ? text("one of ", result.numel()) : std::string("no tensor"));
       continue;
     }
     if (result.const_data_ptr() != buffer.const_data_ptr()) buffer.copy_(result.reshape({-1}));
@@ -247,7 +247,7 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
       grad = parameter.view;  // what the hook had not sent before
     }
-    parameter.averaged = sharded() && grad.defined();
+    if (sharded()) parameter.note_average();
   }
   if (sharded()) release_blocks_without_gradients();
 }
@@ -259,11 +259,11 @@ std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
   begin_communication();
   for (auto& parameter : parameters) parameter.used &= parameter.tensor.grad().defined();
   std::vector<float> shares = shares_used_on_all_ranks();
-  std::map<at::ScalarType, std::vector<size_t>> by_dtype;
+  std::map<std::pair<at::ScalarType, std::optional<at::ScalarType>>, std::vector<size_t>> by_dtypes;
   for (size_t i = 0; i < shares.size(); ++i)
-    if (shares[i] > 0) by_dtype[parameters[i].tensor.scalar_type()].push_back(i);
+    if (shares[i] > 0) by_dtypes[{parameters[i].tensor.scalar_type(), parameters[i].reduce_dtype}].push_back(i);
   const at::AutoGradMode with_graph(true);
-  for (const auto& [dtype, indices] : by_dtype) {
+  for (const auto& [dtypes, indices] : by_dtypes) {
     std::vector<at::Tensor> flat;
     for (const size_t i : indices) {
       const at::Tensor &tensor = parameters[i].tensor, &grad = tensor.grad();
@@ -277,7 +277,7 @@ std::vector<float> GradientReducer::Impl::average_with_graph(bool sets) {
       for (const size_t i : indices) of.push_back(parameters[i].tensor.reshape({-1}));
       all = ConstantIn::apply(at::cat(of), all);
     }
-    const at::Tensor averages = functional::all_reduce(all, averaging());
+    const at::Tensor averages = functional::all_reduce(all, averaging(dtypes.second));
     int64_t offset = 0;
     for (const size_t i : indices) {
       if (!sets) break;

@@ -25,6 +25,7 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
                             .tensor = parameters[i].tensor,
                             .owner = s.sharded() ? s.options.owners[i] : kEveryRank,
                             .sparse = !s.options.sparse.empty() && s.options.sparse[i],
+                            .reduce_dtype = s.options.reduce_dtypes.empty() ? std::nullopt : s.options.reduce_dtypes[i],
                             .expected = s.sharded() ? 1 : 0});
   // Gradients tend to become ready from the last layer to the first.
   std::vector<size_t> order(s.parameters.size());
@@ -40,11 +41,16 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
     };
     torch::autograd::impl::set_post_acc_grad_hooks(parameter.tensor,
                                                    std::make_unique<ReadyHook>(&s, on_ready, std::move(hooks)));
-    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
-    parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(&s, [weak, i] {
-      if (const auto impl = weak.lock()) impl->before_accumulation(i);
-    }));
+    s.hear_of_accumulation(i);
   }
+}
+
+void GradientReducer::Impl::hear_of_accumulation(size_t index) {
+  Parameter& parameter = parameters[index];
+  parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.tensor);
+  parameter.accumulator->add_pre_hook(std::make_unique<BeginHook>(this, [weak = weak_from_this(), index] {
+    if (const auto impl = weak.lock()) impl->before_accumulation(index);
+  }));
 }
 
 GradientReducer::~GradientReducer() {
@@ -55,16 +61,16 @@ GradientReducer::~GradientReducer() {
   }
 }
 
-void GradientReducer::require_no_other() const {
-  for (const Parameter& parameter : impl_->parameters)
-    if (ReadyHook::has_other(torch::autograd::impl::post_acc_grad_hooks(parameter.tensor), impl_.get()))
-      throw InvalidArgument(text("parameter ", parameter.name, " belongs to another DistributedDataParallel or ",
-                                 "FullyShardedDataParallel, too"),
-                            "Destroy the other one, or choose parts of one model with is_unit");
-}
-
 void GradientReducer::before_forward() {
   impl_->end_failed_backward();
+  for (size_t i = 0; i < impl_->parameters.size(); ++i) {
+    // A conversion to another dtype and back gives the parameter another accumulator.
+    const Parameter& parameter = impl_->parameters[i];
+    if (!parameter.tensor.requires_grad()) continue;
+    if (torch::autograd::impl::try_get_grad_accumulator(parameter.tensor) == parameter.accumulator) continue;
+    BeginHook::remove(parameter.accumulator->pre_hooks(), impl_.get());
+    impl_->hear_of_accumulation(i);
+  }
   const bool is_again = in_second_call() && current_keeper();  // whose backward() is that of the first call
   if (at::GradMode::is_enabled() && !is_again) impl_->forward_in = torch::autograd::get_current_node();
 }
@@ -106,24 +112,6 @@ void GradientReducer::backward_without_data() {
 bool GradientReducer::sync() const { return impl_->sync; }
 bool GradientReducer::set_sync(bool on) { return std::exchange(impl_->sync, on); }
 
-std::vector<std::vector<std::string>> GradientReducer::bucket_names() const {
-  std::vector<std::vector<std::string>> names;
-  for (const auto& bucket : impl_->buckets) {
-    auto& list = names.emplace_back();
-    for (const size_t index : bucket.parameters) list.push_back(impl_->parameters[index].name);
-  }
-  return names;
-}
-
-std::vector<size_t> GradientReducer::bucket_bytes() const {
-  std::vector<size_t> bytes;
-  for (const auto& bucket : impl_->buckets) {
-    size_t& sum = bytes.emplace_back();
-    for (const size_t index : bucket.parameters) sum += impl_->parameters[index].tensor.nbytes();
-  }
-  return bytes;
-}
-double GradientReducer::bucket_cap_mb() const { return impl_->options.bucket_cap_mb; }
 bool GradientReducer::has_rebuilt_buckets() const { return impl_->rebuilt; }
 bool GradientReducer::has_hook() const { return static_cast<bool>(impl_->hook); }
 const BackwardTimes& GradientReducer::times() const { return impl_->times; }
@@ -133,7 +121,9 @@ const BackwardTimes& GradientReducer::times() const { return impl_->times; }
 void GradientReducer::Impl::build(std::vector<size_t> order) {
   const at::NoGradGuard no_grad;
   laid_out = false;
+  std::vector<bool> is_average;
   for (auto& parameter : parameters) {
+    is_average.push_back(parameter.has_average());
     if (!parameter.view.defined() || parameter.sparse || buckets[parameter.bucket].large) continue;
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if (grad.is_same(parameter.view)) grad = grad.clone();
@@ -145,13 +135,19 @@ void GradientReducer::Impl::build(std::vector<size_t> order) {
     std::stable_partition(order.begin(), order.end(), [&](size_t index) { return !options.delayed[index]; });
   buckets = make_buckets(parameters, order, bytes_of_mb(options.first_bucket_cap_mb),
                          bytes_of_mb(options.bucket_cap_mb), *heap, blocks);
-  for (auto& parameter : parameters) {
+  some_buckets_tell_no_shares = std::any_of(buckets.begin(), buckets.end(), [this](const Bucket& bucket) {
+    return bucket.sparse || bucket.reduce_dtype ||             // in few bits, the marks might not add up to 1
+           !parameters[bucket.parameters[0]].tensor.is_cpu();  // no wait for a device
+  });
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Parameter& parameter = parameters[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if (!grad.defined() || grad.is_sparse() || parameter.sparse) continue;
     if (grad.is_same(parameter.view)) continue;
     if (!parameter.view.defined()) give_block(buckets[parameter.bucket], parameter, blocks);
     parameter.view.copy_(grad);
     grad = parameter.view;
+    if (is_average[i]) parameter.note_average();
   }
   laid_out = true;
 }
@@ -343,14 +339,16 @@ void GradientReducer::Impl::put_averages_aside() {
   const at::NoGradGuard no_grad;
   for (Parameter& parameter : parameters) {
     at::Tensor& grad = parameter.tensor.mutable_grad();
-    if (!std::exchange(parameter.averaged, false) || !grad.defined()) continue;
-    if (!synced) {
-      parameter.averaged = true;
+    if (!parameter.has_average()) {
+      parameter.average.reset();  // a gradient that comes now may get the same place
+      continue;
+    }
+    if (!synced)
       throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
                                  ", which is an average that only rank ", options.group.global_rank(parameter.owner),
                                  options.owner_on_each_host ? " has on this host" : " has"),
-                            "Call zero_grad() before, or do not use no_sync() for this backward()");
-    }
+                            "Call zero_grad() with set_to_none before, or do not use no_sync() for this backward()");
+    parameter.average.reset();
     Bucket& bucket = buckets[parameter.bucket];
     parameter.kept = bucket.large ? grad : grad.clone();
     grad = at::Tensor();

@@ -80,7 +80,8 @@ struct ReducerOptions {
   std::vector<bool> delayed = {};   // by parameter: whether it is averaged after all others; empty: none is
   std::vector<bool> sparse = {};    // by parameter: whether its gradient is sparse; empty: none is. Not with owners.
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average
-  std::optional<at::ScalarType> reduce_dtype = {};  // in which gradients travel between hosts; none: in their own
+  // By parameter: in which dtype its gradient travels between hosts; none: in its own. Empty: all in their own.
+  std::vector<std::optional<at::ScalarType>> reduce_dtypes = {};
   size_t most_in_flight = std::numeric_limits<size_t>::max();
   // When a backward() that is not in no_sync() begins. `with_graph`: with create_graph.
   std::function<void(bool with_graph)> on_begin = [](bool) {};
@@ -108,6 +109,8 @@ class GradientReducer {
 
   // InvalidArgument if a parameter is also one of another reducer, whose averages would take the place of these.
   void require_no_other() const;
+  // InvalidArgument if a gradient is a sum of no_sync() that is not averaged yet.
+  void require_averages(const std::string& what) const;
   void before_forward();
   void end_failed_backward();  // makes up for a backward() that threw
   bool sync() const;
@@ -156,6 +159,9 @@ ReducerOptions reducer_options(std::string user, const Options& options) {
                   .replace_allocator = options.replace_allocator,
                   .broadcast_buffers = options.broadcast_buffers});
 }
+
+// Whether small gradients need another bucket than the first one. Otherwise bucket_cap_mb decides nothing.
+bool exceed_first_bucket(const std::vector<NamedTensor>& parameters, const ReducerOptions& options);
 
 // For require_same_on_all_ranks().
 std::string words_of(const ReducerOptions& options);

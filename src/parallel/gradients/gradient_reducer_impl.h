@@ -74,18 +74,22 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   size_t released_bucket = 0;  // with owners: the first whose block may be in use after its reduction
   size_t bytes_in_flight = 0;  // of large gradients between both numbers, which will be freed
 
+  bool some_buckets_tell_no_shares = false;
+
   bool sharded() const { return !options.owners.empty(); }
   bool is_mine(const Parameter& parameter) const {
     return parameter.owner == kEveryRank || parameter.owner == options.group.rank();
   }
 
   void build(std::vector<size_t> order);
+  void hear_of_accumulation(size_t index);  // sees to it that before_accumulation() is called
   void before_accumulation(size_t index);
   void on_ready(size_t index);
   void adopt(Parameter& parameter);
-  ReduceOptions averaging() const {
-    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = options.reduce_dtype};
+  ReduceOptions averaging(const std::optional<at::ScalarType>& between_hosts = {}) const {
+    return {.op = ReduceOp::AVG, .group = options.group, .between_hosts = between_hosts};
   }
+  ReduceOptions averaging(const Bucket& bucket) const { return averaging(bucket.reduce_dtype); }
   bool to_owner() const { return sharded() && !options.owner_on_each_host; }
   // Whether all ranks know that all parameters were used, so that they may agree on the order of the buckets.
   bool may_rebuild(const std::vector<float>& shares) const {
@@ -102,12 +106,7 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
                                                               : 1;
   }
   // Whether a collective of its own tells which parameters were used; else buckets do.
-  bool tells_shares_apart() const {
-    return sharded() || hook || options.reduce_dtype ||  // in few bits, the marks might not add up to 1
-           std::any_of(buckets.begin(), buckets.end(), [this](const Bucket& bucket) {
-             return bucket.sparse || !parameters[bucket.parameters[0]].tensor.is_cpu();  // no wait for a device
-           });
-  }
+  bool tells_shares_apart() const { return sharded() || hook || some_buckets_tell_no_shares; }
   void require_buckets() const {
     if (!laid_out)
       throw Unavailable(text(options.user, " has no buckets for gradients: memory ran out when it laid them out in ",

@@ -50,7 +50,7 @@ at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like) {
 
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks) {
-  std::vector<Bucket> buckets, open;  // open: at most one of each dtype and owner
+  std::vector<Bucket> buckets, open;  // open: at most one of each dtype, owner and reduce_dtype
   const auto first_of = [&](const Bucket& b) -> const at::Tensor& { return parameters[b.parameters[0]].tensor; };
   const auto filled = [&](const Bucket& b) {
     size_t sum = 0;
@@ -65,22 +65,25 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
   for (const size_t index : order) {
     const at::Tensor& tensor = parameters[index].tensor;
     const int owner = parameters[index].owner;
+    const auto& reduce_dtype = parameters[index].reduce_dtype;
     if (parameters[index].sparse) {
-      buckets.push_back({.parameters = {index}, .sparse = true});
+      buckets.push_back({.parameters = {index}, .sparse = true, .reduce_dtype = reduce_dtype});
       continue;
     }
     if (tensor.is_cpu() && tensor.nbytes() >= GradientBlocks::kLarge) {
-      buckets.push_back({.parameters = {index}, .large = true, .owner = parameters[index].owner});
+      buckets.push_back({.parameters = {index}, .large = true, .owner = owner, .reduce_dtype = reduce_dtype});
       continue;
     }
     size_t i = 0;
-    while (i < open.size() && (first_of(open[i]).scalar_type() != tensor.scalar_type() || open[i].owner != owner)) ++i;
+    while (i < open.size() && (first_of(open[i]).scalar_type() != tensor.scalar_type() || open[i].owner != owner ||
+                               open[i].reduce_dtype != reduce_dtype))
+      ++i;
     if (i < open.size() && filled(open[i]) + tensor.nbytes() > limit) {
       close(i);
       limit = bytes;
       i = open.size();
     }
-    if (i == open.size()) open.push_back({.owner = owner});
+    if (i == open.size()) open.push_back({.owner = owner, .reduce_dtype = reduce_dtype});
     open[i].parameters.push_back(index);
   }
   while (!open.empty()) close(0);

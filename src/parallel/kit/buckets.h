@@ -42,6 +42,7 @@ struct Parameter {
   at::Tensor tensor;
   int owner = kEveryRank;  // the rank that keeps the average; if each host has one, that of this host
   bool sparse = false;     // its gradient is in coordinate format
+  std::optional<at::ScalarType> reduce_dtype = {};        // in which it travels between hosts; none: in its own
   decltype(torch::autograd::Edge::function) accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;     // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
   size_t bucket = 0;   // index
@@ -51,9 +52,27 @@ struct Parameter {
   // static_graph).
   int expected = 0;
   bool ready = false;
-  bool used = false;      // its gradient holds something that is not reduced yet; implied by `ready`
-  bool averaged = false;  // its gradient, if there is one, is what an earlier backward() has averaged
-  at::Tensor kept;        // such a gradient, to which this backward()'s average is to be added
+  bool used = false;  // its gradient holds something that is not reduced yet; implied by `ready`
+  // The memory of what an earlier backward() has averaged and left as its gradient, and where in it that begins.
+  // (zero_grad() makes another tensor of the same memory.)
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> average = {};
+  int64_t average_at = 0;
+  at::Tensor kept;  // such a gradient, to which this backward()'s average is to be added
+
+  void note_average() {
+    average.reset();
+    if (const at::Tensor& grad = tensor.grad(); grad.defined()) {
+      average.emplace(grad.storage().getWeakStorageImpl());
+      average_at = grad.storage_offset();
+    }
+  }
+  // Whether its gradient still is there, and not one that the user has made.
+  bool has_average() const {
+    const at::Tensor& grad = tensor.grad();
+    return average && !average->expired() && grad.defined() && grad.has_storage() &&
+           average->_unsafe_get_target() == grad.storage().unsafeGetStorageImpl() &&
+           average_at == grad.storage_offset();
+  }
 };
 
 struct Bucket {
@@ -61,6 +80,7 @@ struct Bucket {
   bool large = false;              // one parameter in a block
   bool sparse = false;             // one parameter, and no tensor
   int owner = kEveryRank;
+  std::optional<at::ScalarType> reduce_dtype = {};  // of all its parameters
   at::Tensor flat, used;
   int64_t elements = 0;  // of `flat` that belong to gradients, or lie between them
   at::Tensor gradients() const { return flat.narrow(0, 0, elements); }
@@ -75,8 +95,8 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 // on the memory's device.
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
-// All parameters are on the same device. Divides `order` into buckets of one dtype and owner each; buckets of small
-// parameters have at most `first_bytes` (the first) or `bytes`. A bucket's place in the list follows from its last
+// All parameters are on the same device. Divides `order` into buckets of one dtype, owner and reduce_dtype each; buckets
+// of small parameters have at most `first_bytes` (the first) or `bytes`. A bucket's place in the list follows from its last
 // parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);

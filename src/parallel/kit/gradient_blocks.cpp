@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -27,10 +28,10 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
     Block block;
     {
       const std::lock_guard lock(mutex);
-      const auto fits = std::find_if(free.begin(), free.end(), [&](const Block& b) { return b.bytes == bytes; });
-      if (fits == free.end()) return {};
-      block = std::move(*fits);
-      free.erase(fits);
+      const auto fits = free.find(bytes);
+      if (fits == free.end() || fits->second.empty()) return {};
+      block = std::move(fits->second.front());
+      fits->second.pop_front();
     }
     return lend(std::move(block));
   }
@@ -38,7 +39,7 @@ struct BlockPool : std::enable_shared_from_this<BlockPool> {
   const std::shared_ptr<Heap> heap;
   std::atomic<bool> serves = false;  // a Serving lives; it may end in another thread, as backward() on a device does
   std::mutex mutex;
-  std::vector<Block> free;
+  std::unordered_map<size_t, std::deque<Block>> free;  // by size; the one that was free first goes first
   std::unordered_set<const void*> known;
 };
 
@@ -69,7 +70,7 @@ class Lent {
       used = std::move(node.mapped());
     }
     const std::lock_guard lock(used.pool->mutex);
-    used.pool->free.push_back(std::move(used.block));
+    used.pool->free[used.block.bytes].push_back(std::move(used.block));
     return true;
   }
 

@@ -21,7 +21,9 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "autograd/graph/node.h"
 #include "base/text.h"
@@ -126,7 +128,8 @@ void record_conversion(const at::Tensor& parameter, const at::Tensor& view) {
   engine::set_history(view, autograd::make_node<ToHost>(conversion, transfer));
 }
 
-bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precision) {
+bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precision,
+                 const std::optional<at::ScalarType>& param_dtype) {
   namespace nn = torch::nn;
   const auto is_one_of = [&]<typename... Modules>(std::tuple<Modules...>*) {
     return (dynamic_cast<const Modules*>(&module) || ...);
@@ -134,29 +137,41 @@ bool keeps_dtype(const torch::nn::Module& module, const MixedPrecision& precisio
   using WithStatistics =
       std::tuple<nn::BatchNorm1dImpl, nn::BatchNorm2dImpl, nn::BatchNorm3dImpl, nn::InstanceNorm1dImpl,
                  nn::InstanceNorm2dImpl, nn::InstanceNorm3dImpl, SyncBatchNormImpl>;
-  if (precision.param_dtype && c10::elementSize(*precision.param_dtype) == 2 &&
-      is_one_of(static_cast<WithStatistics*>(nullptr)))
+  if (param_dtype && c10::elementSize(*param_dtype) == 2 && is_one_of(static_cast<WithStatistics*>(nullptr)))
     return true;
   return precision.full_precision && precision.full_precision(module);
 }
 
-void for_each_module(const torch::nn::Module& module, const auto& fn) {
-  fn(module);
-  for (const auto& child : module.children()) for_each_module(*child, fn);
+// Calls fn(module, the dtypes of what it has itself, whether it keeps its own) for the module and all within it.
+void for_each_module(const torch::nn::Module& module, const MixedPrecision& precision, const ModulePrecision& outer,
+                     const auto& fn) {
+  const ModulePrecision here = precision.of_module ? precision.of_module(module).value_or(outer) : outer;
+  fn(module, here, keeps_dtype(module, precision, here.param_dtype));
+  for (const auto& child : module.children()) for_each_module(*child, precision, here, fn);
+}
+void for_each_module(const torch::nn::Module& module, const MixedPrecision& precision, const auto& fn) {
+  for_each_module(module, precision,
+                  {.param_dtype = precision.param_dtype,
+                   .reduce_dtype = precision.reduce_dtype,
+                   .buffer_dtype = precision.buffer_dtype},
+                  fn);
 }
 
-std::vector<at::Tensor> buffers_to_convert(const torch::nn::Module& module, const MixedPrecision& precision) {
-  std::vector<at::Tensor> kept, all;
-  if (!precision.buffer_dtype) return all;
-  for_each_module(module, [&](const torch::nn::Module& each) {
-    if (!keeps_dtype(each, precision)) return;
-    for (const auto& buffer : each.buffers(/*recurse=*/false)) kept.push_back(buffer);
+using ByTensor = std::unordered_map<const at::TensorImpl*, std::optional<at::ScalarType>>;
+
+// Of floating-point buffers that do not keep their dtype.
+std::vector<std::pair<at::Tensor, at::ScalarType>> buffers_to_convert(const torch::nn::Module& module,
+                                                                      const MixedPrecision& precision) {
+  ByTensor dtypes;
+  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool keeps) {
+    for (const auto& buffer : each.buffers(/*recurse=*/false))
+      if (const auto [place, is_new] = dtypes.try_emplace(buffer.unsafeGetTensorImpl(), here.buffer_dtype); keeps)
+        place->second.reset();
   });
-  const auto is_kept = [&](const at::Tensor& buffer) {
-    return std::any_of(kept.begin(), kept.end(), [&](const at::Tensor& other) { return other.is_same(buffer); });
-  };
+  std::vector<std::pair<at::Tensor, at::ScalarType>> all;
   for (const at::Tensor& buffer : module.buffers())
-    if (buffer.defined() && buffer.is_floating_point() && !is_kept(buffer)) all.push_back(buffer);
+    if (buffer.defined() && buffer.is_floating_point())
+      if (const auto& dtype = dtypes[buffer.unsafeGetTensorImpl()]) all.emplace_back(buffer, *dtype);
   return all;
 }
 
@@ -206,26 +221,42 @@ void check(const MixedPrecision& precision) {
   one("output_dtype", precision.output_dtype);
 }
 
+bool makes_copies(const MixedPrecision& precision) { return precision.param_dtype || precision.of_module; }
+
 std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, const std::vector<NamedTensor>& parameters,
                                            const MixedPrecision& precision) {
-  std::vector<at::ScalarType> dtypes;
-  for (const auto& [name, tensor] : parameters)
-    dtypes.push_back(tensor.is_floating_point() && precision.param_dtype ? *precision.param_dtype
-                                                                         : tensor.scalar_type());
-  if (!precision.param_dtype) return dtypes;
-  for_each_module(module, [&](const torch::nn::Module& each) {
-    if (!keeps_dtype(each, precision)) return;
-    for (const auto& kept : each.parameters(/*recurse=*/false))
-      for (size_t i = 0; i < parameters.size(); ++i)
-        if (parameters[i].tensor.is_same(kept)) dtypes[i] = kept.scalar_type();
+  ByTensor chosen;
+  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool keeps) {
+    if (here.param_dtype) comm::validate_float("param_dtype", *here.param_dtype);
+    for (const auto& parameter : each.parameters(/*recurse=*/false))
+      if (const auto [place, is_new] = chosen.try_emplace(parameter.unsafeGetTensorImpl(), here.param_dtype); keeps)
+        place->second.reset();
   });
+  std::vector<at::ScalarType> dtypes;
+  for (const auto& [name, tensor] : parameters) {
+    const auto& dtype = chosen[tensor.unsafeGetTensorImpl()];
+    dtypes.push_back(tensor.is_floating_point() && dtype ? *dtype : tensor.scalar_type());
+  }
+  return dtypes;
+}
+
+std::vector<std::optional<at::ScalarType>> reduce_dtypes(const torch::nn::Module& module,
+                                                         const std::vector<NamedTensor>& parameters,
+                                                         const MixedPrecision& precision) {
+  ByTensor chosen;
+  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool) {
+    if (here.reduce_dtype) comm::validate_float("reduce_dtype", *here.reduce_dtype);
+    for (const auto& parameter : each.parameters(/*recurse=*/false))
+      chosen.try_emplace(parameter.unsafeGetTensorImpl(), here.reduce_dtype);
+  });
+  std::vector<std::optional<at::ScalarType>> dtypes;
+  for (const auto& [name, tensor] : parameters) dtypes.push_back(chosen[tensor.unsafeGetTensorImpl()]);
   return dtypes;
 }
 
 void convert_buffers(const torch::nn::Module& module, const MixedPrecision& precision) {
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& buffer : buffers_to_convert(module, precision))
-    buffer.set_data(buffer.to(*precision.buffer_dtype));
+  for (const auto& [buffer, dtype] : buffers_to_convert(module, precision)) buffer.set_data(buffer.to(dtype));
 }
 
 std::string words_of(const torch::nn::Module& module, const MixedPrecision& precision,
@@ -240,7 +271,12 @@ std::string words_of(const torch::nn::Module& module, const MixedPrecision& prec
   one("output_dtype", precision.output_dtype);
   words += text(" cast_forward_inputs=", precision.cast_forward_inputs, " compute=");
   for (const at::ScalarType dtype : compute_dtypes) words += text(c10::toString(dtype), ",");
-  for (const at::Tensor& buffer : buffers_to_convert(module, precision)) words += text(" [", join(buffer.sizes()), "]");
+  for (const auto& [buffer, dtype] : buffers_to_convert(module, precision))
+    words += text(" [", join(buffer.sizes()), "] ", c10::toString(dtype));
+  if (precision.of_module)
+    for_each_module(module, precision, [&](const torch::nn::Module&, const ModulePrecision& here, bool) {
+      one("reduce", here.reduce_dtype);
+    });
   return words;
 }
 

@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -63,9 +64,15 @@ class [[nodiscard]] ForwardWithCopies {
 
 // InvalidArgument if a dtype cannot be used.
 void check(const MixedPrecision& precision);
+// Whether operators may use copies.
+bool makes_copies(const MixedPrecision& precision);
 // The dtype in which forward() and backward() use each parameter.
 std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, const std::vector<NamedTensor>& parameters,
                                            const MixedPrecision& precision);
+// In which its gradient travels between hosts, if not in its own.
+std::vector<std::optional<at::ScalarType>> reduce_dtypes(const torch::nn::Module& module,
+                                                         const std::vector<NamedTensor>& parameters,
+                                                         const MixedPrecision& precision);
 // To buffer_dtype, for good.
 void convert_buffers(const torch::nn::Module& module, const MixedPrecision& precision);
 // For require_same_on_all_ranks().
