@@ -6,7 +6,7 @@
 // line are not evaluated. Thread-safety: all of it.
 #pragma once
 
-#include <sstream>
+#include "base/text.h"
 
 namespace muster {
 
@@ -26,7 +26,7 @@ class LogLine {
 
  private:
   LogLevel level_;
-  std::ostringstream stream_;
+  PlainOutput stream_;
 };
 
 }  // namespace muster

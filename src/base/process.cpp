@@ -2,7 +2,6 @@
 
 #include <fstream>
 #include <mutex>
-#include <sstream>
 #include <string>
 
 #ifdef __GLIBC__
@@ -15,12 +14,12 @@ namespace muster {
 namespace {
 
 // The fields of /proc/<pid>/stat after the name, which may itself contain spaces and parentheses; the first is field 3.
-std::istringstream stat_of(pid_t pid) {
+PlainInput stat_of(pid_t pid) {
   std::ifstream file(text("/proc/", pid, "/stat"));
   std::string line;
   std::getline(file, line);
   const auto name_end = line.rfind(')');
-  return std::istringstream(name_end == std::string::npos ? std::string() : line.substr(name_end + 1));
+  return PlainInput(name_end == std::string::npos ? std::string() : line.substr(name_end + 1));
 }
 
 }  // namespace

@@ -12,7 +12,6 @@
 #include <limits>
 #include <map>
 #include <new>
-#include <sstream>
 #include <string_view>
 #include <utility>
 
@@ -202,7 +201,7 @@ Inspection list(const std::string& path) {
 
 Inspection verify(const std::vector<std::string>& paths) {
   Inspection result;
-  std::ostringstream words;
+  PlainOutput words;
   // What is wrong with one path does not hide what is wrong with the others.
   const auto noting = [&](const std::string& path, const auto& look) {
     try {
@@ -241,7 +240,7 @@ Inspection verify(const std::vector<std::string>& paths) {
 
 Inspection diff(const std::string& a, const std::string& b, double tolerance) {
   const Tensors ours = tensors_in(a), theirs = tensors_in(b);
-  std::ostringstream words;
+  PlainOutput words;
   size_t equal = 0, differences = 0;
   const auto differs = [&](const std::string& name, const std::string& how) {
     words << launch::printable(name) << ": " << how << "\n";

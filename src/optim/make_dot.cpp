@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <fstream>
 #include <map>
-#include <sstream>
 #include <system_error>
 #include <unordered_map>
 #include <vector>
@@ -101,7 +100,7 @@ class Drawing {
   std::map<std::pair<Node*, uint32_t>, std::string> names_;
   std::map<std::pair<Node*, uint32_t>, bool> shown_;
   std::unordered_map<Node*, size_t> ids_;
-  std::ostringstream out_;
+  PlainOutput out_;
 };
 
 void write(const std::string& path, const std::string& dot) {

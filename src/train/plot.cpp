@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <sstream>
 #include <string_view>
 
 #include "base/atomic_file.h"
@@ -274,7 +273,7 @@ std::string to_svg(const Chart& chart) {
   const double width = 2 * kMargin + panels * panel_width + (panels - 1) * kPanelGap;
   const double height = head + kPanelHead + kPlotHeight + kPanelFoot + kMargin / 2;
 
-  std::ostringstream out;
+  PlainOutput out;
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" << fixed(width, 0) << "\" height=\"" << fixed(height, 0)
       << "\" viewBox=\"0 0 " << fixed(width, 0) << " " << fixed(height, 0) << "\" role=\"img\">\n";
   out << "<title>" << escape(chart.title) << "</title>\n";

@@ -10,7 +10,9 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <locale>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -22,8 +24,10 @@
 #include "base/file_text.h"
 #include "base/fork_count.h"
 #include "base/log.h"
+#include "base/process.h"
 #include "base/random.h"
 #include "base/text.h"
+#include "launch/jobs/ledger_line.h"
 #include "muster/base/deadline.h"
 #include "muster/base/error.h"
 #include "support/patience.h"
@@ -250,6 +254,30 @@ TEST(Text, WritesAnything) {
   EXPECT_EQ(text("rank ", 3, " of ", 4u, ": ", 0.5), "rank 3 of 4: 0.5");
   EXPECT_EQ(join(std::vector<int>{1, 2, 3}), "1, 2, 3");
   EXPECT_EQ(join(std::vector<int>{}), "");
+}
+
+// What a program's locale does to numbers does not reach names of files, nor what processes tell each other.
+TEST(Text, DoesNotDependOnTheProgramsLocale) {
+  struct Grouping : std::numpunct<char> {
+    char do_thousands_sep() const override { return ','; }
+    std::string do_grouping() const override { return "\3"; }
+    char do_decimal_point() const override { return ';'; }
+  };
+  const std::locale before = std::locale::global(std::locale(std::locale(), new Grouping));
+  std::ostringstream grouped;
+  grouped << 1234567;
+  EXPECT_EQ(grouped.str(), "1,234,567");
+  EXPECT_EQ(text("step-", 1234567, ' ', 0.5), "step-1234567 0.5");
+  EXPECT_EQ(join(std::vector<int>{1000, 2000}), "1000, 2000");
+  int64_t first = 0, second = 0;
+  PlainInput("1000 2,000") >> first >> second;
+  EXPECT_EQ(first, 1000);
+  EXPECT_EQ(second, 2);
+  EXPECT_GT(start_time_of(::getpid()), 0U);
+  const launch::LedgerLine line{.kind = launch::LedgerLine::Kind::kStep, .step = 12345, .samples = {1000, 2000}};
+  const std::string written = to_string(line);
+  EXPECT_TRUE(launch::parse_ledger_line(std::string_view(written).substr(1, written.size() - 2)));
+  std::locale::global(before);
 }
 
 // --- cores ---

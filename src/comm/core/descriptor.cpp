@@ -7,7 +7,6 @@
 #include <charconv>
 #include <iomanip>
 #include <iterator>
-#include <sstream>
 
 #include "base/text.h"
 #include "muster/comm/group.h"
@@ -72,7 +71,7 @@ std::string find_site(const std::source_location& site) {
 }
 
 std::string describe(std::chrono::nanoseconds duration) {
-  std::ostringstream out;
+  PlainOutput out;
   out << std::fixed << std::setprecision(2) << std::chrono::duration<double>(duration).count() << " s";
   return std::move(out).str();
 }

@@ -1,7 +1,6 @@
 #include "comm/kit/failure_note.h"
 
 #include <charconv>
-#include <sstream>
 
 #include "base/text.h"
 
@@ -67,7 +66,7 @@ std::string write_failure(const FailureReport& failure) {
 std::exception_ptr read_failure(const std::string& note, int reader, std::string_view last) {
   const size_t numbers_end = note.find('\n');
   const size_t advice_end = numbers_end == note.npos ? note.npos : note.find('\n', numbers_end + 1);
-  std::istringstream numbers(note.substr(0, numbers_end));
+  PlainInput numbers(note.substr(0, numbers_end));
   FailureReport failure;
   int code = 0;
   size_t count = 0;

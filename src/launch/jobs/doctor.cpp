@@ -13,7 +13,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -72,7 +71,7 @@ class Examination {
   std::optional<uint64_t> number(const fs::path& path) const {
     const auto content = read(path);
     if (!content) return std::nullopt;
-    std::istringstream in(*content);
+    PlainInput in(*content);
     uint64_t value = 0;
     if (in >> value) return value;
     return std::nullopt;
@@ -92,9 +91,9 @@ class Examination {
     return least;
   }
   uint64_t meminfo(const std::string& name) const {
-    std::istringstream lines(read(at("proc/meminfo")).value_or(""));
+    PlainInput lines(read(at("proc/meminfo")).value_or(""));
     for (std::string line; std::getline(lines, line);) {
-      std::istringstream words(line);
+      PlainInput words(line);
       std::string key;
       uint64_t kib = 0;
       if (words >> key >> kib && key == name + ':') return kib * 1024;
@@ -154,7 +153,7 @@ class Examination {
   void load() {
     const auto words = read(at("proc/loadavg"));
     double load = 0;
-    if (!words || !(std::istringstream(*words) >> load)) return;
+    if (!words || !(PlainInput(*words) >> load)) return;
     const int cores = usable_cores();
     add("load", fixed(load, 1),
         load < 0.5 * cores
@@ -305,7 +304,7 @@ std::string findings_table(const std::vector<Finding>& findings) {
   std::vector<std::vector<std::string>> rows;
   for (const auto& finding : findings)
     rows.push_back({finding.name, finding.verdict == Verdict::kGood ? "" : name_of(finding.verdict), finding.value});
-  std::istringstream lines(aligned(rows, {false, false, false}));
+  PlainInput lines(aligned(rows, {false, false, false}));
   std::string out;
   size_t index = 0;
   for (std::string line; std::getline(lines, line); ++index) {

@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 #include <set>
-#include <sstream>
 #include <unordered_set>
 #include <utility>
 
@@ -228,7 +227,7 @@ class Check {
   const LedgerCheckOptions& options_;
   std::map<int64_t, Attempt> attempts_;
   std::map<uint64_t, Epoch> epochs_;
-  std::ostringstream words_;
+  PlainOutput words_;
   int64_t problems_ = 0;
 };
 

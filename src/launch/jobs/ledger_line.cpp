@@ -2,7 +2,6 @@
 
 #include <charconv>
 #include <fstream>
-#include <sstream>
 #include <utility>
 
 #include "base/hash.h"
@@ -55,7 +54,7 @@ class WordReader {
 }  // namespace
 
 std::string to_string(const LedgerLine& line) {
-  std::ostringstream words;
+  PlainOutput words;
   switch (line.kind) {
     case Kind::kAttempt:
       words << "attempt " << line.attempt << " rank " << line.rank << " of " << line.ranks << " after " << line.step

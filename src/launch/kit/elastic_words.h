@@ -26,9 +26,9 @@
 
 #include <cstdint>
 #include <optional>
-#include <sstream>
 #include <string>
 
+#include "base/text.h"
 #include "muster/store/store.h"
 #include "store/kit/stored_number.h"
 
@@ -52,14 +52,14 @@ struct ElasticWord {
 };
 
 inline std::string to_text(const ElasticWord& word) {
-  std::ostringstream out;
+  PlainOutput out;
   out << word.epoch << ' ' << word.rank << ' ' << word.world_size << ' ' << word.local_world_size << ' ' << word.node;
   return out.str();
 }
 
 // nullopt if `text` is not a word.
 inline std::optional<ElasticWord> elastic_word(const std::string& text) {
-  std::istringstream in(text);
+  PlainInput in(text);
   ElasticWord word;
   if (in >> word.epoch >> word.rank >> word.world_size >> word.local_world_size >> word.node) return word;
   return std::nullopt;

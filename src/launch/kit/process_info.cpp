@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <sstream>
 
 #include "base/file_text.h"
 #include "base/text.h"
@@ -34,7 +33,7 @@ ProcessMemory memory_of(pid_t pid) {
   std::ifstream file(text("/proc/", pid, "/status"));
   ProcessMemory memory;
   for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
+    PlainInput words(line);
     std::string name;
     uint64_t kib = 0;
     words >> name >> kib;

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <iomanip>
-#include <sstream>
 
 #include "base/text.h"
 
@@ -33,7 +32,7 @@ std::string aligned(const std::vector<std::vector<std::string>>& rows, const std
 }
 
 std::string fixed(double number, int digits) {
-  std::ostringstream out;
+  PlainOutput out;
   out << std::fixed << std::setprecision(digits) << number;
   return std::move(out).str();
 }

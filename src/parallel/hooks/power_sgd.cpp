@@ -10,7 +10,6 @@
 #include <cmath>
 #include <optional>
 #include <random>
-#include <sstream>
 #include <utility>
 
 #include "base/text.h"
@@ -243,7 +242,7 @@ PowerSgd::Statistics PowerSgd::compression() const { return state_->compression;
 int64_t PowerSgd::iter() const { return state_->iter; }
 
 void PowerSgd::save(torch::serialize::OutputArchive& archive) const {
-  std::ostringstream random;
+  PlainOutput random;
   random << state_->random;
   archive.write("random", c10::IValue(std::move(random).str()));
   comm_hooks::save(archive, state_->iter);
@@ -254,7 +253,7 @@ void PowerSgd::save(torch::serialize::OutputArchive& archive) const {
 void PowerSgd::load(torch::serialize::InputArchive& archive) {
   c10::IValue random;
   archive.read("random", random);
-  std::istringstream text(random.toStringRef());
+  PlainInput text(random.toStringRef());
   if (!(text >> state_->random)) throw CorruptError("the archive has no state of a PowerSgd");
   state_->iter = load_iter(archive);
   state_->errors = comm_hooks::load(archive, "error");

@@ -6,7 +6,6 @@
 #include <charconv>
 #include <cstring>
 #include <memory>
-#include <sstream>
 
 #include "base/byte_stream.h"
 #include "base/random.h"
@@ -47,7 +46,7 @@ std::string Entry::text() const {
 }
 
 Entry Entry::parse(std::string_view text) {
-  std::istringstream in{std::string(text)};
+  PlainInput in{std::string(text)};
   std::string magic, key, host;
   Entry entry;
   in >> magic >> key >> entry.port;

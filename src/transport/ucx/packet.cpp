@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
-#include <sstream>
 
 #include "base/random.h"
 #include "base/text.h"
@@ -129,7 +128,7 @@ std::string Entry::text() const {
 }
 
 Entry Entry::parse(std::string_view text) {
-  std::istringstream in{std::string(text)};
+  PlainInput in{std::string(text)};
   std::string magic, key, address;
   Entry entry;
   in >> magic;
