@@ -13,6 +13,7 @@
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/world/world_parts.h"
+#include "comm/world/world_starter.h"
 #include "muster/comm/collectives.h"
 #include "support/forked.h"
 #include "support/patience.h"
@@ -117,6 +118,14 @@ TEST(World, RunThreadsThrowsTheCauseAndNotTheEcho) {
   } catch (int thrown) {
     EXPECT_EQ(thrown, 42);
   }
+}
+
+TEST(World, NamesOfHostsMayHaveSpaces) {
+  comm::WorldStarter({"rack 1", "rack 2", "rack 1"}).run_threads(3, [](World& world) {
+    const auto& members = world.parts().members;
+    EXPECT_EQ(members[0].host, members[2].host);
+    EXPECT_NE(members[0].host, members[1].host);
+  });
 }
 
 TEST(World, CurrentBelongsToAThread) {

@@ -154,6 +154,11 @@ TEST_F(FailureReport, WhatIsNoReportStays) {
     }
   EXPECT_TRUE(std::filesystem::is_fifo(path("pipe")) && std::filesystem::is_symlink(path("link")));
   EXPECT_EQ(std::filesystem::file_size(path("program")), 10u);
+  write("out.rank_1", "numbers of another program\n");
+  Process ranks(run_of({"-n", "2", "--error-file", path("out")}, {"nothing"}));
+  EXPECT_EQ(ranks.finish(), 2);
+  EXPECT_THAT(ranks.err, HasSubstr("out.rank_1' for a rank's error: a file with other content has this name"));
+  EXPECT_GT(std::filesystem::file_size(path("out.rank_1")), 0u);
   Process both(run_of({"-n", "1", "--error-file", path("x"), "--black-box", path("./x")}, {"nothing"}));
   EXPECT_EQ(both.finish(), 2);
   EXPECT_THAT(both.err, HasSubstr("would both be in"));

@@ -52,6 +52,20 @@ TEST_F(Logs, RedirectedOutputIsInTheFilesAlone) {
   EXPECT_EQ(content("logs/rank_1.err"), "err 1\n");
 }
 
+// Nobody reads what the launcher prints, but the files still get everything, and the ranks go on.
+TEST_F(Logs, AReaderThatGoesAwayDoesNotStopWhatGoesIntoFiles) {
+  const std::string waits = text("while ! [ -e ", path("go"), " ]; do sleep 0.01; done");
+  Process job(run_program({"-n", "1", "--log-dir", path("logs")},
+                          {"sh", "-c", "echo begins; " + waits + "; seq 50000; echo ends"}));
+  ASSERT_TRUE(job.read_until("begins"));
+  job.close_output();
+  std::ofstream(path("go")).put('x');
+  job.finish();
+  const auto lines = lines_of(content("logs/rank_0.out"));
+  ASSERT_EQ(lines.size(), 50'002u);
+  EXPECT_EQ(lines.back(), "ends");
+}
+
 TEST_F(Logs, TheReportHasTheLastLinesOfWhatWasRedirected) {
   Process job(run_program({"-n", "2", "--log-dir", path("logs"), "--redirect"}, {kLaunchProgram, "fail", "1", "3"}));
   EXPECT_EQ(job.finish(), 3);

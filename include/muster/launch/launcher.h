@@ -16,8 +16,7 @@
 //     rank notes its last operations, and which this process keeps when the rank dies.
 // Rank 0 has this process's standard input unless that is a terminal, which a process group in the background may not
 // read; the other ranks have /dev/null. If standard error is a terminal, rank 0 also has MUSTER_TERMINAL=1 and COLUMNS.
-// A pinned rank has its affinity and MUSTER_JOB_CORES, the cores of all ranks of this host. With `error_file`, each
-// rank has TORCHELASTIC_ERROR_FILE.
+// A pinned rank has its affinity. With `error_file`, each rank has TORCHELASTIC_ERROR_FILE.
 //
 // Restarts: with max_restarts, if a rank of a job fails, all ranks start again from the program's beginning, with a
 // fresh store. TORCHELASTIC_RESTART_COUNT is the number of restarts so far, the same on all hosts.
@@ -116,7 +115,8 @@ struct LaunchOptions {
   std::string log_folder;
   bool log_files_only = false;  // and nothing of it to this process's own output
 
-  // Variables for every rank, over those of this process and those above.
+  // Variables for every rank, over those of this process and those above, but for the ones that tell a rank which it is
+  // (RANK, LOCAL_RANK, ROLE_RANK, MUSTER_BLACK_BOX).
   std::vector<std::pair<std::string, std::string>> env;
 
   // This process exists only for this job, as `muster run` does, and has one thread. Then it also forwards signals (a

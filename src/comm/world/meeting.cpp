@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <sstream>
 
 #include "base/env.h"
 #include "base/process.h"
@@ -31,14 +30,14 @@ constexpr std::string_view kComplete = "all", kMissing = "missing", kMismatch = 
 
 std::string list_of_members(Store& store, const std::vector<std::string>& keys, int size, Deadline deadline) {
   std::vector<std::string> hosts;
-  std::ostringstream list;
+  PlainOutput list;
   list << kComplete << ' ' << size;
   for (size_t r = 0; r < keys.size(); ++r) {
-    std::istringstream said;
+    PlainInput said;
     try {
       said.str(store.get(keys[r], deadline));
     } catch (const TimeoutError&) {
-      std::ostringstream missing;
+      PlainOutput missing;
       missing << kMissing;
       for (size_t other = r; other < keys.size(); ++other)
         if (!store.try_get(keys[other])) missing << ' ' << other;
@@ -48,7 +47,8 @@ std::string list_of_members(Store& store, const std::vector<std::string>& keys, 
     pid_t pid = 0;
     uint64_t start = 0;
     std::string host, cpus;
-    said >> their_size >> pid >> start >> cpus >> host;
+    said >> their_size >> pid >> start >> cpus >> std::ws;
+    std::getline(said, host);  // it may have spaces
     if (their_size != size)
       return text(kMismatch, " rank ", r, " expects a group of ", their_size, " ranks, rank 0 one of ", size);
     auto at = std::find(hosts.begin(), hosts.end(), host);
@@ -92,7 +92,7 @@ void forget_members(Store& store, const std::string& prefix, int size) {
 
 std::vector<Member> read_members(const std::string& said, int rank, int size) {
   const char* const advice = "Start every rank with the same world size and its own rank";
-  std::istringstream list(said);
+  PlainInput list(said);
   std::string kind;
   list >> kind;
   if (kind == kMissing) {

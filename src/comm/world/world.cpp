@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <future>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <system_error>
 #include <thread>
 #include <typeindex>
 
@@ -373,24 +375,39 @@ void comm::WorldStarter::run_threads(int n, const std::function<void(World&)>& f
   if (n < 1) throw InvalidArgument(text("run_threads(): the number of ranks: expected 1 or more, got ", n));
   const auto store = make_memory_store();
   std::vector<std::exception_ptr> errors(static_cast<size_t>(n));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < n; ++rank)
-    threads.emplace_back([&, rank] {
+  const auto be_rank = [&](int rank) {
+    try {
+      World world =
+          make({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options, true);
+      const World::Scope scope(world);
       try {
-        World world =
-            make({.rank = rank, .world_size = n, .local_rank = rank, .local_world_size = n}, store, options, true);
-        const World::Scope scope(world);
-        try {
-          fn(world);
-        } catch (...) {
-          errors[static_cast<size_t>(rank)] = std::current_exception();
-          world.state_->cause = what(errors[static_cast<size_t>(rank)]);
-        }
+        fn(world);
       } catch (...) {
         errors[static_cast<size_t>(rank)] = std::current_exception();
+        world.state_->cause = what(errors[static_cast<size_t>(rank)]);
       }
-    });
+    } catch (...) {
+      errors[static_cast<size_t>(rank)] = std::current_exception();
+    }
+  };
+  // None begins before all have a thread: the others would wait for it.
+  std::promise<bool> all_there;
+  const std::shared_future<bool> goes = all_there.get_future().share();
+  std::vector<std::thread> threads;
+  std::string why;
+  try {
+    for (int rank = 0; rank < n; ++rank)
+      threads.emplace_back([&, rank] {
+        if (goes.get()) be_rank(rank);
+      });
+  } catch (const std::system_error& error) {
+    why = error.what();
+  }
+  all_there.set_value(why.empty());
   for (auto& thread : threads) thread.join();
+  if (!why.empty())
+    throw Unavailable(text("run_threads(): no thread for rank ", threads.size(), " of ", n, ": ", why),
+                      "Use fewer ranks, or raise the limit of processes (ulimit -u, pids.max)");
   std::exception_ptr first;
   for (const auto& error : errors)
     if (error && (!first || (is_echo(first) && !is_echo(error)))) first = error;

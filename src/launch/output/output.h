@@ -68,6 +68,9 @@ class RankStream {
     log_only_ = file && only;
   }
 
+  // When nobody reads what the printer prints. False if there is no file that gets it either; then all is as before.
+  bool stop_printing() { return log_only_ = log_ != nullptr; }
+
   void set_prefix(std::string prefix) { prefix_ = std::move(prefix); }
 
   bool open() const { return static_cast<bool>(fd_); }

@@ -65,7 +65,9 @@ std::string rank_error_path(const std::string& error_file, int rank) {
 
 ReportFile error_report(const std::string& error_file) { return {error_file, "{", "the job's error"}; }
 
-void clear_rank_error(const std::string& path) { ::unlink(path.c_str()); }
+ReportFile rank_error_report(const std::string& path) { return {path, "{", "a rank's error"}; }
+
+void clear_rank_error(const std::string& path) { remove_report(rank_error_report(path)); }
 
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths) {
   remove_report(error_report(error_file));

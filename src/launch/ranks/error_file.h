@@ -26,6 +26,7 @@ inline constexpr const char* kRankErrorVariable = "TORCHELASTIC_ERROR_FILE";
 std::string rank_error_path(const std::string& error_file, int rank);
 
 ReportFile error_report(const std::string& error_file);
+ReportFile rank_error_report(const std::string& path);
 void clear_rank_error(const std::string& path);
 // For a job that succeeded after all: removes the file and the ranks' `paths`.
 void clear_error_file(const std::string& error_file, const std::set<std::string>& paths);

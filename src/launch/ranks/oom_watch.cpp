@@ -5,7 +5,6 @@
 
 #include <cerrno>
 #include <fstream>
-#include <sstream>
 #include <string_view>
 
 #include "base/cgroups.h"
@@ -25,7 +24,7 @@ constexpr uint64_t kNoLimit = uint64_t{1} << 60;
 std::optional<uint64_t> counter(const std::filesystem::path& path, const std::string& name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
+    PlainInput words(line);
     std::string key;
     uint64_t value = 0;
     if (words >> key >> value && key == name) return value;
@@ -86,7 +85,8 @@ OomWatch::Finding OomWatch::about(pid_t pid) const {
   }
   const auto now = kills_of_system();
   const bool other_kill = now && system_ && *now > *system_;
-  if ((other_kill && !finding.known) || in_kernel_log(pid)) {
+  const bool may_be_new = other_kill || !now || !system_;  // else what the log says is about an older process
+  if ((other_kill && !finding.known) || (may_be_new && in_kernel_log(pid))) {
     finding.known = finding.killed = true;
     finding.words = text("the system ran out of memory, and the kernel's out-of-memory killer ended it; ", kWhatToDo);
     return finding;

@@ -63,6 +63,8 @@ void check(const LaunchOptions& options) {
                           "Choose whether the others go on without a rank that failed, or all start again");
   if (options.hosts) check(*options.hosts);
   check_report(error_report(options.error_file));
+  for (int rank = 0; rank < options.ranks && !options.error_file.empty(); ++rank)
+    check_report(rank_error_report(rank_error_path(options.error_file, rank)));
   check_report(black_box_report(options.black_box_file));
   std::error_code error;
   const auto place = [&](const std::string& file) { return std::filesystem::absolute(file, error).lexically_normal(); };

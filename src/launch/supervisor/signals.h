@@ -21,6 +21,8 @@ class Signals {
   explicit Signals(bool forward);
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
+  // Signals that have come and that nobody has taken come too late to end this process.
+  ~Signals() { take(); }
 
   const sigset_t& original_mask() const { return of_writes_.before; }
   int fd() const { return fd_.get(); }  // readable when take() has something; -1 without `forward`

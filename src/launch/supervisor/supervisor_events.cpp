@@ -215,10 +215,10 @@ void Supervisor::flush_outputs() {
     printer->sink().flush();
     if (printer->sink().error() != EPIPE) continue;
     // The reader of this process's output went away (muster run … | head): the ranks get the error as if they wrote
-    // there themselves.
+    // there themselves. But what goes into files, too, is still wanted.
     for (const auto& rank : ranks_->all())
       for (RankStream* stream : {&rank->out, &rank->err})
-        if (stream->open() && &stream->printer() == printer.get()) stream->close();
+        if (stream->open() && &stream->printer() == printer.get() && !stream->stop_printing()) stream->close();
   }
 }
 

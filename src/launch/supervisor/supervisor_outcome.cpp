@@ -22,7 +22,10 @@ constexpr size_t kLastOperations = 3;  // of the failing rank, in the report
 
 // The last operations of a failing rank, as of its end; empty if it had no World.
 std::vector<std::string> Supervisor::operations_of(const Failure& failure) const {
-  const auto& rank = *ranks_->all()[static_cast<size_t>(failure.rank - job_.first_rank)];
+  const auto& all = ranks_->all();  // perhaps with other numbers than when it failed
+  const auto found = std::find_if(all.begin(), all.end(), [&](const auto& rank) { return rank->pid == failure.pid; });
+  if (found == all.end()) return {};
+  const auto& rank = **found;
   const auto when = static_cast<uint64_t>(failure.when.time_since_epoch() / std::chrono::nanoseconds(1));
   try {
     return last_operations(shm::read_black_box(rank.black_box.get()), when, kLastOperations);

@@ -3,7 +3,8 @@
 // twice.
 //
 // Number and bytes are bounded; the oldest answers are dropped first. A client gives up a cut connection within
-// seconds, which is too short for so many requests, and each of its connections carries one request at a time.
+// seconds, in which even a job of a thousand ranks makes fewer requests that change something, and each of its
+// connections carries one request at a time.
 //
 // Thread-safety: belongs to the server's thread.
 #pragma once
@@ -20,7 +21,7 @@ namespace muster::store {
 
 class Answers {
  public:
-  static constexpr size_t kMost = 4096, kMostBytes = 16u << 20;
+  static constexpr size_t kMost = 64 << 10, kMostBytes = 32u << 20;
 
   Answers();
 
