@@ -145,6 +145,18 @@ Tensors detail::implicit(Residual residual, const Tensors& solution, const Tenso
                                  ImplicitGradient::Given{solution, Root{std::move(residual), solve}});
 }
 
+void detail::Unchanged::note(const Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensors_.emplace_back(tensor, tensor._version());
+}
+
+void detail::Unchanged::check() const {
+  for (const auto& [tensor, version] : tensors_)
+    if (tensor._version() != version)
+      throw InvalidArgument(text("an argument of shape ", tensor.sizes(),
+                                 " was changed in place between a solution and the gradient through it"),
+                            "Pass a copy of it to the solver: clone() it");
+}
+
 std::vector<detail::MetaParameters::Place> detail::MetaParameters::places() const {
   std::vector<Place> all;
   for (const auto& [name, member] : own_) all.push_back({name, {member}});
@@ -161,7 +173,7 @@ void detail::solve_implicitly(torch::nn::Module& module, ImplicitProblem problem
   Tensors solution, arguments;
   const ModuleSlots slots(module);
   for (const auto& slot : slots.all()) {
-    if (slot.is_buffer) continue;
+    if (slot.is_buffer || !slot.get().requires_grad()) continue;  // what is frozen is given, not solved for
     places.push_back(slot.places);
     solution.push_back(slot.get());
   }
@@ -169,7 +181,8 @@ void detail::solve_implicitly(torch::nn::Module& module, ImplicitProblem problem
     arguments.push_back(*members.front());
     places.push_back(std::move(members));
   }
-  if (solution.empty()) throw InvalidArgument("the module has no parameters, which would be the solution");
+  if (solution.empty())
+    throw InvalidArgument("the module has no parameters that require grad, which would be the solution");
   if (arguments.empty())
     throw InvalidArgument("the module has no meta-parameters", "Call register_meta_parameter() in its constructor.");
 
@@ -183,6 +196,7 @@ void detail::solve_implicitly(torch::nn::Module& module, ImplicitProblem problem
   Residual residual = [with, problem = std::move(problem)](const Tensors& now, const Tensors& given) {
     if (problem.alive.expired())  // and the places with it
       throw Aborted("the ImplicitMetaGradientModule was destroyed before the gradient of its solution was computed");
+    problem.unchanged.check();
     return with(now, given, [&] {
       if (problem.optimality) return problem.optimality();
       const Tensor value = problem.objective();

@@ -54,7 +54,9 @@ Vector conjugate_gradients(const LinearOperator::Function& a, const Vector& b, c
   double square = dot(residual, residual);
   for (int64_t step = 0; step < most && square > enough; ++step) {
     const Vector moved = a(direction);
-    const double length = square / dot(direction, moved);
+    const double curvature = dot(direction, moved);
+    if (curvature == 0 || !std::isfinite(curvature)) break;  // there is no way on in this direction
+    const double length = square / curvature;
     x = plus(x, direction, length);
     residual = plus(residual, moved, -length);
     const double next = dot(residual, residual);

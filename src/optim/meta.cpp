@@ -5,7 +5,9 @@
 
 #include <unordered_map>
 
+#include <map>
 #include "autograd/graph/small_graph.h"
+
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "optim/add_scaled.h"
@@ -115,7 +117,14 @@ detail::Lent::~Lent() {
 
 detail::Swapped::Swapped(torch::nn::Module& module, const NamedTensors& tensors) {
   const ModuleSlots slots(module);
-  for (const auto& [name, tensor] : tensors) check(slots.find(name), name, tensor);
+  std::map<const Tensor*, Tensor> given;  // by place
+  for (const auto& [name, tensor] : tensors) {
+    check(slots.find(name), name, tensor);
+    const auto [other, is_new] = given.try_emplace(slots.find(name)->places.front(), tensor);
+    if (!is_new && !other->second.is_same(tensor))
+      throw Mismatch(text("'", name, "' is another name of a tensor for which another value is given, too"),
+                     "Give one of the two, or the same for both");
+  }
   for (const auto& [name, tensor] : tensors) lent_.put(slots.find(name)->places, tensor);
 }
 

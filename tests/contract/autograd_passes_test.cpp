@@ -63,7 +63,13 @@ TEST_P(Autograd, AFailedBackwardOfTheUserLeavesNothing) {
 
 // A backward fails on one worker while it goes on on another one. When the error comes, the other one has ended, too:
 // otherwise it would add to the gradients of the user's next step.
+struct Holder {
+  void put(const Tensor& x) { held = x; }
+  void backward_with(const Tensor& other) { (other.sum() + held.sum()).backward(); }
+  Tensor held;
+};
 struct Slow {
+  void put_into(RRef<Holder> holder) { holder.sync<&Holder::put>(forward(at::ones({2}, at::kDouble))); }
   Tensor forward(const Tensor& x) {
     const Tensor y = weight * x;
     y.register_hook([](Tensor gradient) {
@@ -90,6 +96,20 @@ TEST_P(Autograd, NothingGoesOnAfterAFailedBackward) {
       EXPECT_THROW((a + b).sum().backward(), RemoteError);
       EXPECT_TRUE(slow.sync<&Slow::grad>().defined());
     }
+    World::current().store().set("caught", "1");
+  });
+}
+
+// A backward() in a handler sends gradients to the arguments' workers, of which one fails.
+TEST_P(Autograd, NothingGoesOnAfterAFailedBackwardInAHandler) {
+  trainer(3, [] {
+    const auto slow = rpc::remote<Slow>(2);
+    const auto holder = rpc::remote<Holder>(1);
+    slow.sync<&Slow::put_into>(holder);
+    const Tensor bad = leaf({1, 2}) * 2;
+    bad.register_hook([](Tensor) -> Tensor { throw std::out_of_range("here"); });
+    EXPECT_THROW(holder.sync<&Holder::backward_with>(bad), RemoteError);
+    EXPECT_TRUE(slow.sync<&Slow::grad>().defined());
     World::current().store().set("caught", "1");
   });
 }

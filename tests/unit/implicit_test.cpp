@@ -23,6 +23,7 @@
 #include "muster/optim/zero_order.h"
 #include "support/ask_python.h"
 #include "support/finite_differences.h"
+#include "support/ranks.h"
 #include "support/transform_cases.h"
 
 namespace muster::test {
@@ -249,6 +250,49 @@ TEST(Implicit, ModuleWithOptimality) {
   EXPECT_LE((gradient(by_optimality) - gradient(by_objective)).abs().max().item<double>(), 1e-10);
 }
 
+// A frozen parameter is given: the solution does not include it.
+struct WithAFrozenOffset : optim::ImplicitMetaGradientModule<WithAFrozenOffset>, optim::TensorMembers {
+  Tensor meta, weight, offset;
+  explicit WithAFrozenOffset(Tensor given)
+      : ImplicitMetaGradientModule(optim::solve_cg({.rtol = 1e-12})), meta(std::move(given)) {
+    offset = register_parameter("offset", at::full({1}, 0.3, at::kDouble), /*requires_grad=*/false);
+    weight = register_parameter("weight", at::zeros({3}, at::kDouble));
+    register_meta_parameter("meta", meta);
+  }
+  std::vector<Tensor*> tensor_members() override { return {&offset, &weight}; }
+  Tensor objective(const Tensor& x, const Tensor& y) {
+    return (x.matmul(weight) + offset - y).square().sum() + (meta * weight.square()).sum();
+  }
+  void solve(const Tensor& x, const Tensor& y) {
+    const at::NoGradGuard no_grad;
+    weight.set_data(at::linalg_solve(x.t().matmul(x) + at::diag(meta), x.t().matmul(y - offset)));
+  }
+};
+
+TEST(Implicit, FrozenParametersAreGiven) {
+  const Data d;
+  const Tensor meta = at::tensor({0.5, 1.5, 0.2}, at::kDouble).set_requires_grad(true);
+  WithAFrozenOffset inner(meta);
+  inner.solve_implicitly(d.x, d.y);
+  EXPECT_FALSE(inner.offset.requires_grad());
+  const Tensor weight = at::linalg_solve(d.x.t().matmul(d.x) + at::diag(meta), d.x.t().matmul(d.y - 0.3));
+  const auto gradient = [&](const Tensor& of) { return torch::autograd::grad({of.exp().sum()}, {meta})[0]; };
+  EXPECT_LE((gradient(inner.weight) - gradient(weight)).abs().max().item<double>(), 1e-10);
+}
+
+TEST(Implicit, ArgumentsMayNotChangeBeforeTheGradient) {
+  Data d;
+  const Tensor meta = at::tensor({0.5, 1.5, 0.2}, at::kDouble).set_requires_grad(true);
+  Inner inner(meta);
+  inner.solve_implicitly(d.x, d.y);
+  d.y.add_(1);  // as a loader does that uses a buffer again
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { inner.weight.sum().backward(); }), "was changed in place");
+  const auto root = ridge(optim::solve_cg());
+  const Tensors given = ridge_arguments();
+  const Tensor w = root(start(), given[0], given[1], d);
+  w.sum().backward();  // this one has not changed since
+}
+
 TEST(Implicit, AModuleAndItsSolutionAreNotACycle) {
   const Data d;
   auto inner = std::make_shared<Inner>(at::ones({3}, at::kDouble).set_requires_grad(true));
@@ -282,6 +326,10 @@ TEST(Implicit, LinearSolvers) {
                 .max()
                 .item<double>(),
             1e-8);
+  // Where the operator has no curvature there is no way on: what has been found so far, and no NaN.
+  const Tensor flat = at::diag(at::tensor({2., 0., 0.}, at::kDouble));
+  const Tensor found = at::cat(optim::solve_cg({.rtol = 1e-12})({times(flat), times(flat)}, b));
+  EXPECT_TRUE(found.isfinite().all().item<bool>()) << found;
   EXPECT_THROW(optim::solve_cg({.rtol = -1}), InvalidArgument);
   EXPECT_THROW(optim::solve_neumann_series({.alpha = 0}), InvalidArgument);
 }

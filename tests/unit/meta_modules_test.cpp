@@ -183,6 +183,13 @@ struct Tied : nn::Module, optim::TensorMembers {
 
 TEST(Meta, SharedParametersStayShared) {
   Tied tied;
+  const Tensor one = at::ones({2, 2}, at::kDouble), two = 2 * one;
+  const auto sum_with = [&](const optim::NamedTensors& given) {
+    return optim::functional_call(tied, given, [&] { return (tied.in + tied.out).sum(); }).item<double>();
+  };
+  EXPECT_EQ(sum_with({{"out", two}}), 16);
+  EXPECT_EQ(sum_with({{"in", two}, {"out", two}}), 16);
+  EXPECT_THROW(sum_with({{"in", one}, {"out", two}}), Mismatch);
   optim::MetaSGD inner(tied, {.lr = 1});
   inner.step((tied.in + 2 * tied.out).sum());
   EXPECT_TRUE(tied.in.is_same(tied.out));

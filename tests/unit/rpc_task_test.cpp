@@ -1,6 +1,7 @@
 // Coroutines: values, errors, frames, threads.
 #include "muster/rpc/task.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -95,6 +96,25 @@ TEST(RpcTask, TheCallIsTheSameAfterAWait) {
     EXPECT_EQ(detail::current_call(), other);  // the thread's own call is restored
   }).join();
   EXPECT_EQ(future.get(), call);
+}
+
+Task<bool> records_nothing(Future<int> future) {
+  const at::NoGradGuard no_grad;
+  co_await future;
+  co_return at::GradMode::is_enabled();
+}
+
+// A guard that a task holds while it waits is not that of the thread that started it.
+TEST(RpcTask, GuardsStayInTheTask) {
+  Promise<int> promise;
+  const auto future = start(records_nothing(promise.future()));
+  EXPECT_TRUE(at::GradMode::is_enabled());
+  std::thread([&] {
+    promise.try_set_value(1);
+    EXPECT_TRUE(at::GradMode::is_enabled());
+  }).join();
+  EXPECT_FALSE(future.get());
+  EXPECT_TRUE(at::GradMode::is_enabled());
 }
 
 Task<int> hops(std::vector<Future<int>> futures) {

@@ -32,9 +32,14 @@
 //   inner.solve_implicitly(x, y);            // now the parameters are functions of l2
 //
 // Instead of objective(), whose gradient by the parameters is F, a class may have optimality(), which returns F: one
-// tensor per parameter, in the order of parameters().
+// tensor per parameter that requires grad, in the order of parameters(). Frozen parameters are given, as buffers are.
+// A module is solved once: for another task, make another module.
 //
-// Errors: InvalidArgument: F has other shapes than the solution; a solution that is not of floats; those of
+// F is computed again for the gradient, so it is a function of its arguments and the module's state only. Without
+// random numbers, and in eval() mode if there are batch norms or dropout. A tensor among the arguments that was changed
+// in place meanwhile is an InvalidArgument.
+//
+// Errors: InvalidArgument: F has other shapes than the solution; an argument was changed in place; a solution that is not of floats; those of
 // TensorMembers (meta.h). Thread-safety: that of the functions given. Source: torchopt.diff.implicit; Blondel et al.,
 // "Efficient and Modular Implicit Differentiation", NeurIPS 2022; Rajeswaran et al., "Meta-Learning with Implicit
 // Gradients", NeurIPS 2019.
@@ -82,6 +87,30 @@ using Residual = std::function<Tensors(const Tensors& solution, const Tensors& a
 // The solution as a function of the arguments.
 Tensors implicit(Residual residual, const Tensors& solution, const Tensors& arguments, const LinearSolver& solve);
 
+// Tensors that are kept for a gradient, and may not change until then.
+class Unchanged {
+ public:
+  template <typename... A>
+  explicit Unchanged(const A&... arguments) {
+    (add(arguments), ...);
+  }
+  void check() const;  // InvalidArgument if one was changed in place
+
+ private:
+  template <typename T>
+  void add(const T& argument) {
+    if constexpr (std::is_convertible_v<const T&, at::Tensor>) {
+      note(argument);
+    } else if constexpr (muster::detail::HasTensors<T>::value) {
+      T copy = argument;
+      muster::detail::for_each_tensor(copy, [this](at::Tensor& leaf) { note(leaf); });
+    }
+  }
+  void note(const at::Tensor& tensor);
+
+  std::vector<std::pair<at::Tensor, int64_t>> tensors_;  // with their versions
+};
+
 template <typename Tree>
 Tree detached(Tree tree) {
   muster::detail::for_each_tensor(tree, [](at::Tensor& leaf) { leaf = leaf.detach(); });
@@ -101,9 +130,9 @@ class CustomRoot {
   auto operator()(const Start& start, const A&... arguments) const {
     auto result = solver_(detached(start), detached(arguments)...);
     if constexpr (has_aux<decltype(result)>) {
-      result.solution = implicit_in(std::move(result.solution), arguments...);
+      result.solution = implicit_in(detached(std::move(result.solution)), arguments...);
     } else {
-      result = implicit_in(std::move(result), arguments...);
+      result = implicit_in(detached(std::move(result)), arguments...);
     }
     return result;
   }
@@ -112,7 +141,9 @@ class CustomRoot {
   template <typename Solution, typename... A>
   Solution implicit_in(Solution solution, const A&... arguments) const {
     const std::tuple<A...> all(arguments...);
-    auto residual = [optimality = optimality_, solution, all](const Tensors& at, const Tensors& given) {
+    auto residual = [optimality = optimality_, solution, all, unchanged = Unchanged(arguments...)](
+                        const Tensors& at, const Tensors& given) {
+      unchanged.check();
       const auto here = with_leaves(solution, at);
       return leaves_of(std::apply([&](const auto&... each) { return optimality(here, each...); },
                                   with_leaves_of_numbered<kNumbers - 1 ...>(all, given)));
@@ -146,6 +177,7 @@ struct ImplicitProblem {
   const MetaParameters* meta;
   LinearSolver solve;
   std::weak_ptr<char> alive;            // expired: the module is gone
+  Unchanged unchanged;                  // the arguments
   std::function<Tensors()> optimality;  // F, or
   std::function<at::Tensor()> objective;
 };
@@ -171,7 +203,8 @@ class ImplicitMetaGradientModule : public torch::nn::Module {
   auto solve_implicitly(const A&... arguments) {
     Self& self = static_cast<Self&>(*this);
     const auto finish = [&] {
-      detail::ImplicitProblem problem{.meta = &meta_, .solve = linear_solve_, .alive = alive_.held};
+      detail::ImplicitProblem problem{
+          .meta = &meta_, .solve = linear_solve_, .alive = alive_.held, .unchanged = detail::Unchanged(arguments...)};
       if constexpr (requires { self.optimality(arguments...); }) {
         problem.optimality = [&self, arguments...] { return Tensors(self.optimality(arguments...)); };
       } else {

@@ -14,12 +14,13 @@
 //   wait, wait_for   return when the future is complete (wait_for: whether it is); never throw the error.
 //   then(fn)         calls fn(Future<T>) when the future is complete. If it already is, in this thread, immediately;
 //                    else in a thread of the agent, or, if the future does not belong to an agent, in the thread
-//                    that completes it. What fn returns or throws completes the future that then() returned.
+//                    that completes it. It has that thread's grad mode and autograd Context. What fn returns or throws completes the future that then() returned.
 //   cancel()         completes the future with Aborted, if it is not complete, and asks the callee to stop. Returns
 //                    whether it did. Cancelling a future from then(), when_all() or when_any() does not cancel the
 //                    futures that it waits for.
 //   when_all         the values of all, or the first error as soon as there is one.
-//   when_any         the index of the first that is complete, with value or error.
+//   when_any         the index of the first that is complete, with value or error. Each call leaves something with each
+//                    future until that is complete: do not call it again and again with one that never is.
 //
 // A Promise that is destroyed without a value completes its future with Aborted, so waits end. The future of a call
 // completes at the call's timeout at the latest.

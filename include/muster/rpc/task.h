@@ -177,6 +177,8 @@ Detached drive(Task<T> task, StateRef<FutureStateOf<T>> state) {
 template <typename T>
 Future<T> start(Task<T> task, Waits* waits = nullptr) {
   detail::StateRef<detail::FutureStateOf<T>> state(new detail::FutureStateOf<T>(waits));
+  // A guard that the task holds while it waits, such as a NoGradGuard, is not this thread's.
+  const detail::CallContext::Scope here(detail::CallContext::here());
   detail::drive(std::move(task), state);
   return Future<T>(state);
 }

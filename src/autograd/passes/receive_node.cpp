@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <exception>
 #include <utility>
 
 #include "autograd/graph/arguments.h"
@@ -28,10 +29,22 @@ struct Batch {
     const at::AutoGradMode grad(grad_mode);
     const Context::Scope scope(context);
     std::vector<rpc::Future<void>> answers;
+    std::exception_ptr first;
+    const auto keep_error_of = [&](const auto& fn) {
+      try {
+        fn();
+      } catch (...) {
+        if (!first) first = std::current_exception();
+      }
+    };
     for (auto& [worker, gradients] : by_worker)
-      answers.push_back(
-          rpc::detail::call_on<&continue_backward>(*agent, worker, std::move(gradients), bool(keeps_graph)));
-    for (auto& answer : answers) answer.get();
+      keep_error_of([&, worker = worker, &gradients = gradients] {
+        answers.push_back(
+            rpc::detail::call_on<&continue_backward>(*agent, worker, std::move(gradients), bool(keeps_graph)));
+      });
+    // For all of them, so that none adds to a gradient when this backward() is over.
+    for (auto& answer : answers) keep_error_of([&] { answer.get(); });
+    if (first) std::rethrow_exception(first);
   }
 };
 

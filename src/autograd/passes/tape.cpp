@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string_view>
 #include <typeinfo>
@@ -257,10 +258,16 @@ void Tape::returning(const rpc::IncomingCall& call, rpc::Payload& payload, uint6
   append_pod(note, static_cast<uint32_t>(payload.refs.size()));
   payload.refs.push_back(agent_.keep_for(call.caller, {.value = graph, .type = &typeid(SubGraph)}));
   append_pod(note, static_cast<uint32_t>(slots.size()));
+  std::map<const void*, uint32_t> places;  // in payload.refs, of the arguments of each call
   for (const auto& slot : slots) {
-    const bool the_callers = slot->slot().owner == call.caller;
-    append_slot(note, *slot, the_callers ? kNoReference : static_cast<uint32_t>(payload.refs.size()));
-    if (!the_callers) payload.refs.push_back(slot->arguments());
+    if (slot->slot().owner == call.caller) {
+      append_slot(note, *slot, kNoReference);
+      continue;
+    }
+    const auto [place, is_new] =
+        places.try_emplace(slot->arguments().get(), static_cast<uint32_t>(payload.refs.size()));
+    append_slot(note, *slot, place->second);
+    if (is_new) payload.refs.push_back(slot->arguments());
   }
   context |= kRecorded;
 }

@@ -32,7 +32,7 @@ ErrorReply describe(const std::exception_ptr& error) {
   } catch (const Error& caught) {
     reply = {type_name(typeid(caught)), caught.message(), caught.advice()};
   } catch (const std::exception& caught) {
-    reply = {type_name(typeid(caught)), caught.what(), {}};
+    reply = {type_name(typeid(caught)), caught.what() ? caught.what() : "", {}};
   } catch (...) {
     const std::type_info* const type = abi::__cxa_current_exception_type();
     reply.type = type ? type_name(*type) : "an unknown exception";
