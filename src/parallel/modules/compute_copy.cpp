@@ -199,7 +199,7 @@ bool CopyPhase::is_time() const {
 
 at::Tensor CopyPhase::instead_of(const at::Tensor& parameter, at::ScalarType dtype, size_t number) const {
   if (parameter.scalar_type() != dtype || !is_time()) return {};
-  if (on_device && in_backward() && std::this_thread::get_id() == forward_thread) {
+  if (on_device && in_backward() && !in_second_call() && std::this_thread::get_id() == forward_thread) {
     // Autograd computes on the CPU here, as a hook of a parameter does; what the device computes has a thread of its
     // own.
     if (is_spread(parameter))
