@@ -14,7 +14,10 @@ void require_storable(const at::Tensor& tensor, const std::string& name) {
                           "Files hold dense tensors; in a snapshot, add it as an object with save() and load()");
 }
 
-at::Tensor on_host(const at::Tensor& tensor) { return tensor.to(at::kCPU).contiguous().resolve_conj().resolve_neg(); }
+at::Tensor on_host(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  return tensor.to(at::kCPU).contiguous().resolve_conj().resolve_neg();
+}
 
 at::Tensor storable(const at::Tensor& tensor, const std::string& name) {
   require_storable(tensor, name);

@@ -17,9 +17,9 @@ TEST(Models, TwoLayersOfLstm) { expect_as_alone<DistributedDataParallel, Recurre
 
 // --- one process that takes the whole batch ---
 
-// In doubles: in floats the sums over a batch are rounded elsewhere than the sums over its halves. (Of the other
-// models, a residual net normalizes by the batch, so only synchronized batch norms train it alike, models_graph_test.cpp;
-// and what `Mixed` uses depends on the rank.)
+// In doubles: in floats the sums over a batch are rounded elsewhere than the sums over its halves. (A residual net
+// normalizes by the batch, so only synchronized batch norms train it alike, models_graph_test.cpp; what `Mixed` uses
+// depends on the rank.)
 template <typename Net>
 void expect_as_with_the_whole_batch(double rate, bool loss_is_a_sum = false) {
   const InDoubles in_doubles;

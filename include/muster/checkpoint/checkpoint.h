@@ -10,10 +10,10 @@
 // ranks, which other numbers of ranks can load it, how a file or folder appears completely or not at all, and what a
 // damaged one is refused for. The files are safetensors files, and `muster checkpoint` reads them.
 //
-// A folder holds one checkpoint. save() replaces the one that is there, whatever state it is of, and if it is damaged,
-// when the new one is complete on the disk. It refuses a folder that has the snapshots of a training. Any number of
-// jobs may load from one folder at the same time, but none while another saves there. For snapshots every so many steps, a
-// stop by SIGTERM, the best ones or asynchronous saving, use a Snapshot.
+// A folder holds one checkpoint. save() replaces the one that is there, whatever state it is of, or damaged, when the
+// new one is complete on the disk. It refuses a folder that has the snapshots of a training. Any number of jobs may
+// load from one folder at the same time, but none while another saves there. For snapshots every so many steps, a stop
+// by SIGTERM, the best ones or asynchronous saving, use a Snapshot.
 //
 // Errors: those of Snapshot::save() and restore(), the same on all ranks; InvalidArgument, too, from save() if the
 // folder has the snapshots of a training, and from load() if it has no checkpoint. Collective, for the ranks of

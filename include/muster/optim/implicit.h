@@ -39,10 +39,10 @@
 // random numbers, and in eval() mode if there are batch norms or dropout. A tensor among the arguments that was changed
 // in place meanwhile is an InvalidArgument.
 //
-// Errors: InvalidArgument: F has other shapes than the solution; an argument was changed in place; a solution that is not of floats; those of
-// TensorMembers (meta.h). Thread-safety: that of the functions given. Source: torchopt.diff.implicit; Blondel et al.,
-// "Efficient and Modular Implicit Differentiation", NeurIPS 2022; Rajeswaran et al., "Meta-Learning with Implicit
-// Gradients", NeurIPS 2019.
+// Errors: InvalidArgument: F has other shapes than the solution; an argument was changed in place; a solution that is
+// not of floats; those of TensorMembers (meta.h). Thread-safety: that of the functions given. Source:
+// torchopt.diff.implicit; Blondel et al., "Efficient and Modular Implicit Differentiation", NeurIPS 2022; Rajeswaran
+// et al., "Meta-Learning with Implicit Gradients", NeurIPS 2019.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -211,8 +211,8 @@ class FullyShardedDataParallel {
 
   // As synchronize(); then this host has the values of all parameters, which must not change meanwhile, until the next
   // synchronize(), forward() in training mode, or end of a backward() that averages. Until then each rank may call
-  // forward() in eval() mode as often as it likes, or never. Unavailable, on every rank, if a
-  // host has too little memory.
+  // forward() in eval() mode as often as it likes, or never. Unavailable, on every rank, if a host has too little
+  // memory.
   void gather() { sharder_->gather(); }
 
   // The rank in the group that owns a parameter of the module; if each host has an owner, that on this rank's host.

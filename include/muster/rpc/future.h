@@ -13,8 +13,8 @@
 //                    the value out, for all handles: use it only if no other thread uses a copy of the handle.
 //   wait, wait_for   return when the future is complete (wait_for: whether it is); never throw the error.
 //   then(fn)         calls fn(Future<T>) when the future is complete. If it already is, in this thread, immediately;
-//                    else in a thread of the agent, or, if the future does not belong to an agent, in the thread
-//                    that completes it. It has that thread's grad mode and autograd Context. What fn returns or throws completes the future that then() returned.
+//                    else in a thread of the agent or, if the future does not belong to one, of whoever completes it;
+//                    in that thread's grad mode and Context. What fn returns or throws completes what then() returned.
 //   cancel()         completes the future with Aborted, if it is not complete, and asks the callee to stop. Returns
 //                    whether it did. Cancelling a future from then(), when_all() or when_any() does not cancel the
 //                    futures that it waits for.

@@ -95,9 +95,9 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor);
 // on the memory's device.
 at::Tensor tensor_at(c10::DataPtr memory, const at::Tensor& like);
 
-// All parameters are on the same device. Divides `order` into buckets of one dtype, owner and reduce_dtype each; buckets
-// of small parameters have at most `first_bytes` (the first) or `bytes`. A bucket's place in the list follows from its last
-// parameter. Sets each parameter's view and bucket.
+// All parameters are on the same device. Divides `order` into buckets of one dtype, owner and reduce_dtype each; those
+// of small parameters have at most `first_bytes` (the first) or `bytes`. A bucket's place in the list follows from its
+// last parameter. Sets each parameter's view and bucket.
 std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::vector<size_t>& order,
                                  size_t first_bytes, size_t bytes, Heap& heap, GradientBlocks& blocks);
 
