@@ -33,7 +33,8 @@ TEST(World, PlacementIsChecked) {
                   "the number of ranks: expected 1 or more, got 0");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 2, .world_size = 2}, store); }),
                   "rank: expected 0 to 1 in a world of 2, got 2");
-  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }), "got -1");
+  EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = -1, .world_size = 2}, store); }),
+                  "rank: expected 0 to 1 in a world of 2, got -1");
   EXPECT_CONTAINS(message_of<InvalidArgument>([&] { World({.rank = 0, .world_size = 1}, nullptr); }), "store");
   WorldOptions options;
   options.backend = "carrier pigeon";

@@ -4,12 +4,9 @@
 // are fuzzed change the echoes: one says which operation is called, then each echo takes one that says how many bytes
 // change, and two for each change: where, and by what.
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -17,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/text.h"
 #include "comm/core/backend_context.h"
 #include "comm/core/operation.h"
 #include "comm/wire/wire.h"
@@ -97,7 +93,7 @@ class EchoingWire final : public Wire {
   std::map<std::pair<int, WireKind>, std::vector<std::byte>> last_;
 };
 
-// 8 elements fit into an announcement, 80 do not, and 80 do not fit into the header of a message either.
+// 9 elements fit into an announcement; 81 do not, nor into the header of a message.
 comm::Operation operation_of(uint8_t choice) {
   const bool large = choice % 2;
   const int64_t n = large ? 81 : 9;
@@ -187,7 +183,7 @@ void parse_wire(std::string_view bytes) {
 
 std::vector<std::string> wire_seeds() {
   std::vector<std::string> seeds;
-  for (int choice = 0; choice < 128; choice += 1) seeds.push_back(std::string(1, static_cast<char>(choice)));
+  for (int choice = 0; choice < 128; ++choice) seeds.push_back(std::string(1, static_cast<char>(choice)));
   // An announcement's count, operation, part, times and line, and a header's bytes and dtype.
   for (const char where : {8, 20, 21, 24, 32, 35, 36, 40, 44})
     for (const char choice : {0, 8, 16, 64, 80}) seeds.push_back({choice, 1, where, static_cast<char>(0xff), 0, 0});

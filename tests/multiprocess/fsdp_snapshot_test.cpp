@@ -377,7 +377,8 @@ TEST(FsdpSnapshot, AnotherOptimizerIsRefused) {
     };
     const auto parameters = net->parameters();
     refuse(*kOptimizers[1](parameters), {"this optimizer keeps nothing like 'optimizer/state/1/step'"});
-    refuse(*kOptimizers[0]({parameters.begin(), parameters.begin() + 6}), {"parameters in a group, as here, got 5"});
+    refuse(*kOptimizers[0]({parameters.begin(), parameters.begin() + 6}),
+           {"'optimizer' in the snapshot: expected ", " parameters in a group, as here, got 5"});
     refuse(*kOptimizers[0]({parameters.rbegin(), parameters.rend()}),
            {"'optimizer/state/1/exp_avg' is Double [600 x 12] in the snapshot, and its parameter is Double [5]"});
   });
