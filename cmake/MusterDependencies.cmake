@@ -71,6 +71,17 @@ if("USE_C10D_NCCL" IN_LIST torch_definitions)
 endif()
 if(NOT MUSTER_SANITIZE)  # its tests are jobs of processes
   set(MPI_CXX_SKIP_MPICXX ON)  # the functions of C
+  # pip's Intel MPI puts a wrapper on the PATH that names folders that do not exist. FindMPI stops the configuration then.
+  find_program(MUSTER_MPI_WRAPPER mpicxx)
+  if(MUSTER_MPI_WRAPPER)
+    execute_process(COMMAND ${MUSTER_MPI_WRAPPER} -show OUTPUT_VARIABLE shown ERROR_QUIET)
+    if(shown MATCHES "I_MPI_SUBSTITUTE_INSTALLDIR")
+      find_program(MPI_CXX_COMPILER NAMES mpicxx mpic++ PATHS /usr/bin /usr/local/bin NO_DEFAULT_PATH)
+      if(NOT MPI_CXX_COMPILER)
+        set(CMAKE_DISABLE_FIND_PACKAGE_MPI TRUE)
+      endif()
+    endif()
+  endif()
   find_package(MPI 3.0 COMPONENTS CXX QUIET)
 endif()
 find_package(ucx CONFIG QUIET)  # ucx::ucp, ucx::ucs, for the ucx transport (libucx-dev); there is none where it is not found
