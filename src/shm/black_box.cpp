@@ -179,9 +179,9 @@ void BlackBox::set_names(std::span<const std::string_view> operations, std::span
   for (size_t i = 0; i < std::min(kDtypeNames, dtypes.size()); ++i) set_shared(header.dtypes[i], dtypes[i]);
 }
 
-int BlackBox::group(std::string_view name, std::span<const int> ranks) {
+int BlackBox::group(std::string_view name, std::span<const int> ranks, uint64_t meeting) {
   Header& header = segment_of(*mapping_).header;
-  Group mine{.ready = 1, .size = ranks.size(), .members = hash_of(ranks)};
+  Group mine{.ready = 1, .size = ranks.size(), .members = hash_of(ranks), .meeting = meeting};
   set(mine.name, name);
   if (at(header.group_count).load(std::memory_order_relaxed) < kGroups) {
     const uint64_t index = at(header.group_count).fetch_add(1, std::memory_order_relaxed);
@@ -196,6 +196,7 @@ int BlackBox::group(std::string_view name, std::span<const int> ranks) {
     Group entry;
     if (at(header.groups[index].ready).load(std::memory_order_acquire) != 1) continue;
     copy_words(&entry, &header.groups[index], sizeof entry);
+    entry.meeting = mine.meeting;
     if (std::memcmp(&entry, &mine, sizeof entry) == 0) return static_cast<int>(index);
   }
   return kMoreGroups;

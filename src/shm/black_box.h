@@ -71,9 +71,10 @@ class BlackBox {
   void set_names(std::span<const std::string_view> operations, std::span<const std::string_view> dtypes);
 
   // A number for entries of this group; a new one each time. `ranks`: its members by their ranks in the World, if
-  // known, to distinguish groups of the same name. After 64 groups, a group gets the number of one with the same name
-  // and members, or kMoreGroups.
-  int group(std::string_view name, std::span<const int> ranks = {});
+  // known, to distinguish groups of the same name. `meeting`: a number that its ranks have in common, and with no other
+  // group of that name, if they know one: a rank that comes later than others has not been in all groups. After 64
+  // groups, a group gets the number of one with the same name and members, or kMoreGroups.
+  int group(std::string_view name, std::span<const int> ranks = {}, uint64_t meeting = 0);
 
   // Adds an entry that begins now. `now`: the time by monotonic_ns(), if the caller knows it; 0: read the clock.
   // Returns the entry's ticket.

@@ -32,7 +32,7 @@
 namespace muster::shm::black_box {
 
 inline constexpr uint64_t kMagic = 0x584f424b43414c42;  // "BLACKBOX"
-inline constexpr uint64_t kFormat = 2;
+inline constexpr uint64_t kFormat = 3;
 inline constexpr size_t kRecords = 4096, kGroups = 64, kOperationNames = 32, kDtypeNames = 64;
 
 inline constexpr uint64_t kStepBits = 3, kStepMask = 7;
@@ -65,9 +65,10 @@ struct Group {
   uint64_t ready;    // 1 once the rest is there
   uint64_t size;     // in ranks; 0: not known
   uint64_t members;  // a hash of them, to distinguish groups of the same name
+  uint64_t meeting;  // a number that the ranks of the group have in common, and with no other group of that name
   char name[40];
 };
-static_assert(sizeof(Group) == 64);
+static_assert(sizeof(Group) == 72);
 
 // 0: never reported. Written by the threads that report, read by watchers.
 struct Training {

@@ -53,11 +53,10 @@ void read_groups(const Header& header, BlackBoxSnapshot* box, std::vector<int>* 
   for (size_t i = 0; i < std::min<uint64_t>(kGroups, header.group_count); ++i) {
     const Group& group = header.groups[i];
     if (group.ready != 1) continue;
-    std::string name = string_of(group.name);
+    const std::string name = string_of(group.name);
     const int times = ++count[{name, group.size, group.members}];
-    if (times > 1) name += text(" (", times, ')');
     (*index_of)[i] = static_cast<int>(box->groups.size());
-    box->groups.push_back({std::move(name), group.size, group.members});
+    box->groups.push_back({numbered_group(name, times), group.size, group.members, group.meeting, name});
   }
 }
 
@@ -171,6 +170,10 @@ std::vector<uint64_t> copy_black_box(int fd) {
   std::vector<uint64_t> words(sizeof(Segment) / sizeof(uint64_t));
   copy_words(words.data(), mapping.data, sizeof(Segment));
   return words;
+}
+
+std::string numbered_group(const std::string& name, int number) {
+  return number > 1 ? text(name, " (", number, ')') : name;
 }
 
 std::string_view to_string(BlackBoxState state) {

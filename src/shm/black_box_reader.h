@@ -34,7 +34,8 @@ struct BlackBoxOperation {
 
 struct BlackBoxGroup {
   std::string name;  // "world"; "world (2)" for the second of that name and those members in this box
-  uint64_t size = 0, members = 0;
+  uint64_t size = 0, members = 0, meeting = 0;
+  std::string given_name = {};  // "world"
 };
 
 // The progress that the rank has reported.
@@ -66,5 +67,7 @@ BlackBoxSnapshot read_black_box(int fd);
 std::vector<uint64_t> copy_black_box(int fd);
 
 std::string_view to_string(BlackBoxState state);  // "running"
+// The name of the first, second, … group of a name: "world", "world (2)".
+std::string numbered_group(const std::string& name, int number);
 
 }  // namespace muster::shm

@@ -1,11 +1,14 @@
 // Reports about black boxes that are made here.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <random>
 
 #include "base/text.h"
 #include "launch/black_box/black_box_report.h"
+#include "launch/black_box/black_box_sources.h"
 #include "launch/black_box/black_box_trace.h"
 #include "launch/kit/text_table.h"
 #include "muster/base/error.h"
@@ -109,6 +112,52 @@ TEST(BlackBoxReport, GroupsAreMatchedByNameAndMembers) {
             "  => all are in all_reduce #3: nobody is missing\n"
             "group 'tp' of 2 ranks, of which 1 never joined it:\n  rank 1: all_reduce #9, running for 2.0 s\n"
             "  => all are in all_reduce #9: nobody is missing\n");
+}
+
+// The boxes of ranks of other hosts are on these.
+TEST(BlackBoxReport, NothingIsSaidOfRanksWhoseBoxesAreElsewhere) {
+  auto job = job_of({{operation(3, State::kRunning)}, {operation(3, State::kRunning)}});
+  for (auto& rank : job.ranks) {
+    rank.box.world_size = 4;
+    rank.box.groups = {{"world", 4, 1}};
+  }
+  EXPECT_EQ(diagnosis(job),
+            "group 'world' of 4 ranks, of which 2 have no box here:\n"
+            "  ranks 0, 1: all_reduce #3, running for 2.0 s\n"
+            "  => all of these are in all_reduce #3\n");
+}
+
+// A job whose rank 0 was replaced: its box has only the second of the others' groups.
+TEST(BlackBoxReport, ARankThatCameLaterIsInTheGroupsOfItsTime) {
+  const std::vector<std::vector<uint64_t>> meetings = {{2}, {1, 2}, {1, 2, 2}};  // in the order of the boxes' ages
+  const std::vector<int> everybody = {0, 1, 2};
+  std::vector<UniqueFd> boxes;
+  std::vector<SavedBox> saved;
+  for (const size_t rank : {1, 2, 0}) {
+    boxes.push_back(shm::create_black_box(static_cast<int>(rank), 3, "a job"));
+    const auto box = shm::BlackBox::open(boxes.back().get());
+    const std::vector<std::string_view> names = {"all_reduce"};
+    box->set_names(names, {});
+    for (const uint64_t meeting : meetings[rank])
+      box->begin({.group = box->group("world", everybody, meeting), .sequence = 5 * meeting});
+    saved.push_back({boxes.back().get(), "running"});
+  }
+  const auto file = std::filesystem::path(testing::TempDir()) / text("later-", ::getpid());
+  write_black_boxes(file, saved);
+  const JobBoxes job = read_black_boxes(file);
+  std::filesystem::remove(file);
+  std::vector<std::vector<std::string>> names;
+  for (const auto& rank : job.ranks) {
+    auto& of_rank = names.emplace_back();
+    for (const auto& group : rank.box.groups) of_rank.push_back(group.name);
+  }
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(names, (std::vector<Names>{{"world (2)"}, {"world", "world (2)"}, {"world", "world (2)", "world (3)"}}));
+  const std::string words = diagnosis(job);
+  EXPECT_NE(words.find("group 'world' of 3 ranks, of which 1 never joined it:\n  ranks 1, 2: all_reduce #5, "),
+            std::string::npos)
+      << words;
+  EXPECT_NE(words.find("group 'world (2)' of 3 ranks:\n  ranks 0-2: all_reduce #10, "), std::string::npos) << words;
 }
 
 TEST(BlackBoxReport, MessagesAreNoPartOfTheOrder) {

@@ -5,6 +5,8 @@
 #include <string_view>
 #include <utility>
 
+#include "base/hash.h"
+#include "base/text.h"
 #include "muster/base/error.h"
 
 namespace muster::comm {
@@ -19,6 +21,14 @@ at::ScalarType dtype_of(const Operation& operation) {
   return sample.defined() ? sample.scalar_type() : at::kByte;
 }
 
+// A number that this group's ranks have in common. A group that is made anew after the loss of a rank has other
+// processes.
+uint64_t meeting_of(const GroupContext& group) {
+  std::string all = group.store_prefix;
+  for (const Member& member : group.members) all += text(' ', member.pid, ' ', member.start);
+  return hash_of_bytes(all.data(), all.size());
+}
+
 }  // namespace
 
 OperationLog::OperationLog(const BackendContext& context) : black_box_(context.host.black_box) {
@@ -30,7 +40,7 @@ OperationLog::OperationLog(const BackendContext& context) : black_box_(context.h
     return names;
   }();
   black_box_->set_names(kOpNames, std::vector<std::string_view>(dtypes.begin(), dtypes.end()));
-  group_ = black_box_->group(context.group.name, context.group.global_ranks);
+  group_ = black_box_->group(context.group.name, context.group.global_ranks, meeting_of(context.group));
 }
 
 uint64_t OperationLog::begin(const Operation& operation, uint64_t sequence, Clock::time_point now) const {

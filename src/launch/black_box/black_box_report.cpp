@@ -140,7 +140,8 @@ std::string positions(const GroupView& group, uint64_t now_ns) {
 }
 
 // Which rank waits for which; empty if this is unknown.
-std::string conclusion(const GroupView& group, uint64_t now_ns) {
+// `has_all`: whether the boxes of all members are here.
+std::string conclusion(const GroupView& group, uint64_t now_ns, bool has_all) {
   const BlackBoxOperation* front = nullptr;
   for (const auto& member : group.members)
     if (member.last && (!front || member.last->sequence > front->sequence)) front = member.last;
@@ -160,7 +161,8 @@ std::string conclusion(const GroupView& group, uint64_t now_ns) {
               waiting.empty() ? "" : text(", for which ", ranks(waiting), waiting.size() == 1 ? " waits" : " wait")));
     for (size_t i = 0; i < std::min(behind.size(), kMostNamed); ++i) line(occupation(*behind[i]->rank, now_ns));
   } else if (!waiting.empty() && through.empty() && same) {
-    line(text("all are in ", name_of(*front), ": nobody is missing"));
+    line(has_all ? text("all are in ", name_of(*front), ": nobody is missing")
+                 : text("all of these are in ", name_of(*front)));
   } else if (!waiting.empty() && same) {
     line(text(ranks(waiting), waiting.size() == 1 ? " is" : " are", " still in ", name_of(*front), "; ", ranks(through),
               through.size() == 1 ? " has" : " have", " left it"));
@@ -210,13 +212,26 @@ std::string operations_table(const JobBoxes& job, size_t each) {
 }
 
 std::string diagnosis(const JobBoxes& job) {
+  // Ranks of other hosts, and those that are gone with their boxes, have none here.
+  std::set<int> with_box;
+  int world_size = 0;
+  for (const auto& rank : job.ranks) {
+    with_box.insert(rank.box.rank);
+    world_size = std::max(world_size, rank.box.world_size);
+  }
+  const bool lacks_boxes = with_box.size() < static_cast<size_t>(std::max(world_size, 0));
   std::string out;
   for (const auto& group : groups_of(job)) {
     const auto here = group.members.size();
+    const bool has_all = !lacks_boxes || group.size <= here;
     out += text("group '", group.name, "'",
                 group.size == 0 ? "" : text(" of ", group.size, group.size == 1 ? " rank" : " ranks"),
-                group.size > here ? text(", of which ", group.size - here, " never joined it") : "", ":\n");
-    out += positions(group, job.taken_ns) + conclusion(group, job.taken_ns);
+                group.size <= here ? ""
+                : has_all
+                    ? text(", of which ", group.size - here, " never joined it")
+                    : text(", of which ", group.size - here, group.size - here == 1 ? " has" : " have", " no box here"),
+                ":\n");
+    out += positions(group, job.taken_ns) + conclusion(group, job.taken_ns, has_all);
   }
   return out;
 }

@@ -14,6 +14,8 @@
 #include <memory>
 #include <set>
 #include <system_error>
+#include <tuple>
+#include <utility>
 
 #include "base/atomic_file.h"
 #include "base/byte_stream.h"
@@ -93,8 +95,30 @@ void drop_unused(std::vector<RankBox>& ranks) {
   std::erase_if(ranks, [&](const RankBox& rank) { return rank.box.pid == 0 && used.contains(rank.box.rank); });
 }
 
+// Numbers the groups of one name and members in the order in which the ranks came to them.
+void name_groups(std::vector<RankBox>& ranks) {
+  std::vector<shm::BlackBoxSnapshot*> boxes;
+  for (auto& rank : ranks) boxes.push_back(&rank.box);
+  std::stable_sort(boxes.begin(), boxes.end(),
+                   [](const auto* a, const auto* b) { return a->created_ns < b->created_ns; });
+  using Name = std::tuple<std::string, uint64_t, uint64_t>;
+  using Meeting = std::pair<uint64_t, int>;  // and how many with this number came before in the same box
+  std::map<Name, std::map<Meeting, int>> numbers;
+  for (auto* const box : boxes) {
+    std::map<std::pair<Name, uint64_t>, int> times;
+    for (auto& group : box->groups) {
+      const Name name(group.given_name, group.size, group.members);
+      auto& known = numbers[name];
+      const Meeting meeting(group.meeting, times[{name, group.meeting}]++);
+      const int number = known.emplace(meeting, static_cast<int>(known.size()) + 1).first->second;
+      group.name = shm::numbered_group(group.given_name, number);
+    }
+  }
+}
+
 JobBoxes sorted(JobBoxes job) {
   drop_unused(job.ranks);
+  name_groups(job.ranks);
   std::stable_sort(job.ranks.begin(), job.ranks.end(),
                    [](const RankBox& a, const RankBox& b) { return a.box.rank < b.box.rank; });
   return job;

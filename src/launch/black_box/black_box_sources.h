@@ -29,8 +29,10 @@ struct RankBox {
 
 struct JobBoxes {
   std::string job;
-  uint64_t taken_ns = 0;       // when they were read; CLOCK_MONOTONIC
-  std::vector<RankBox> ranks;  // by rank
+  uint64_t taken_ns = 0;  // when they were read; CLOCK_MONOTONIC
+  // By rank. A group has the same name in all boxes, and no other of these members has it: "world (2)" is the second,
+  // also in the box of a rank that was not in the first.
+  std::vector<RankBox> ranks;
 };
 
 // All jobs of this user on this host that have a box, by id.
