@@ -82,8 +82,20 @@
 //     as without it, mixed precision included (which halves what is copied); c10::OutOfMemoryError if the device has
 //     too little memory.
 //
+// Large parameters. The owner of a parameter has all of its gradient and state. If one is too large to be balanced by
+// the others (an embedding), divide_above_mb divides it by rows (slices of its outermost dimension), with an owner
+// each:
+//   - Give the optimizer model.parameters(), which has the rows instead of the parameter. They are tensors on the
+//     parameter's memory: what changes one changes the other. An optimizer over net->parameters() does not train it.
+//   - backward() leaves gradients in the rows, on their owners; the parameter itself has none. Do not put any there.
+//   - Call zero_grad() of the optimizer; after a backward() in no_sync() whose gradients are not wanted, of the module,
+//     too.
+//   - Optimizers whose update of an element depends on the whole parameter (Muon, LAMB, Adafactor) take each range of
+//     rows for a parameter of its own.
+//   - How a parameter is divided does not depend on the number of ranks, so a snapshot can be restored on another.
+//
 // Limits: dense parameters on the CPU; the model, with its gradients and states, fits each host, or with kFullShard all
-// hosts together. Parameters are not divided: the owner of a large one has all of its gradient and state.
+// hosts together.
 //
 // Errors: as DistributedDataParallel, and Unavailable if a host has not enough memory. Thread-safety: one thread, as
 // an nn::Module. Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., "ZeRO: Memory Optimizations Toward
@@ -98,6 +110,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -134,6 +147,10 @@ struct FsdpOptions {
 
   MixedPrecision mixed_precision;
 
+  // Parameters larger than this are divided into rows that different ranks own ("Large parameters", above); not with
+  // kFullShard over several hosts. MiB, in the parameter's own dtype; at least 1. The default divides none.
+  double divide_above_mb = std::numeric_limits<double>::infinity();
+
   // The device on which forward() and backward() compute, if it is not the CPU ("CPU offload", above).
   std::optional<at::Device> compute_device;
 
@@ -164,6 +181,7 @@ class Sharder {
   void gather();
   bool set_sync(bool on);  // returns the previous value
   int owner(const at::Tensor& parameter) const;
+  std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> owned_parameters() const;
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   std::vector<std::vector<std::string>> bucket_names() const;
@@ -216,8 +234,11 @@ class FullyShardedDataParallel {
   void gather() { sharder_->gather(); }
 
   // The rank in the group that owns a parameter of the module; if each host has an owner, that on this rank's host.
-  // InvalidArgument if it is not one.
+  // InvalidArgument if it is not one, or is divided into rows.
   int owner(const at::Tensor& parameter) const { return sharder_->owner(parameter); }
+  // Those of the module, each once, in its order; with the rows of a parameter that divide_above_mb divides instead of
+  // the parameter. The same on all ranks.
+  std::vector<at::Tensor> parameters() const { return sharder_->parameters(); }
   std::vector<at::Tensor> owned_parameters() const { return sharder_->owned_parameters(); }
 
   // Every rank calls it after backward(). Scales all gradients so that their norm, over all parameters of the module,

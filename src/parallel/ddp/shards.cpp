@@ -50,6 +50,20 @@ class NoOtherParts final : public parallel::BatchPart {
   at::Tensor gather(const at::Tensor& /*mine*/, int64_t /*norm*/, const Group& /*group*/) override { refuse_norm(); }
 };
 
+// Undefined for parameters that the value does not depend on, or that have been frozen.
+TreeSum::Leaf gradients_of(const at::Tensor& value, const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> trained;
+  for (const at::Tensor& parameter : parameters)
+    if (parameter.requires_grad()) trained.push_back(parameter);
+  const auto found = trained.empty() ? std::vector<at::Tensor>()
+                                     : torch::autograd::grad({value}, trained, {}, {}, false, /*allow_unused=*/true);
+  TreeSum::Leaf all;
+  size_t next = 0;
+  for (const at::Tensor& parameter : parameters)
+    all.push_back(parameter.requires_grad() ? found[next++] : at::Tensor());
+  return all;
+}
+
 }  // namespace
 
 at::Tensor Replica::Impl::with_copies(const std::function<at::Tensor()>& fn) const {
@@ -126,7 +140,7 @@ at::Tensor Replica::backward_by_shards(uint64_t step, const std::function<at::Te
     if (!value.defined() || value.numel() != 1 || !value.requires_grad())
       throw InvalidArgument("the function of backward_by_shards() returned something that is not a loss",
                             "Return a tensor with one element that depends on the parameters");
-    TreeSum::Leaf leaf = torch::autograd::grad({value}, s.trainable, {}, {}, false, /*allow_unused=*/true);
+    TreeSum::Leaf leaf = gradients_of(value, s.trainable);
     for (size_t i = 0; i < leaf.size(); ++i)
       shares[i] += leaf[i].defined() ? 1.0F / static_cast<float>(mine.size()) : 0;
     buffers_before.require_same_memory();

@@ -1,5 +1,9 @@
 #include "parallel/fsdp/owners.h"
 
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
 #include "parallel/modules/balance.h"
 
 namespace muster::fsdp {
@@ -9,17 +13,35 @@ int rank_of(const Owner& owner, const parallel::Hosts& hosts, int beside) {
                                  : hosts.ranks[static_cast<size_t>(owner.host)][static_cast<size_t>(owner.place)];
 }
 
-std::vector<Owner> owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters,
-                                       const parallel::Hosts& hosts, size_t group_bytes) {
-  std::vector<Owner> owners;
-  for (const int place : parallel::Balance(hosts.owners).divide(parameters, group_bytes))
-    owners.push_back({.place = place});
-  return owners;
+Ownership owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters, std::vector<RowPart> parts,
+                              const parallel::Hosts& hosts, size_t group_bytes) {
+  Ownership all{.owners = std::vector<Owner>(parameters.size()), .parts = std::move(parts)};
+  // What is divided among owners, in the order of the parameters.
+  std::vector<parallel::NamedTensor> whole_or_part;
+  std::vector<Owner*> owners;
+  all.owners_of_parts.resize(all.parts.size());
+  size_t part = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const bool is_whole = part == all.parts.size() || all.parts[part].parameter != i;
+    if (is_whole) {
+      whole_or_part.push_back(parameters[i]);
+      owners.push_back(&all.owners[i]);
+    }
+    for (; part < all.parts.size() && all.parts[part].parameter == i; ++part) {
+      const auto options = parameters[i].tensor.options().device(at::kMeta).requires_grad(false);
+      const at::Tensor like = at::empty({all.parts[part].elements}, options);
+      whole_or_part.push_back({all.parts[part].name, like.set_requires_grad(true)});
+      owners.push_back(&all.owners_of_parts[part]);
+    }
+  }
+  const auto places = parallel::Balance(hosts.owners).divide(whole_or_part, group_bytes);
+  for (size_t i = 0; i < places.size(); ++i) *owners[i] = {.place = places[i]};
+  for (size_t i = all.parts.size(); i-- > 0;) all.owners[all.parts[i].parameter] = all.owners_of_parts[i];
+  return all;
 }
 
-std::vector<Owner> owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters,
-                                      const std::vector<Unit>& units, const parallel::Hosts& hosts,
-                                      size_t group_bytes) {
+Ownership owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Unit>& units,
+                             const parallel::Hosts& hosts, size_t group_bytes) {
   const auto count = static_cast<int>(hosts.ranks.size());
   parallel::Balance balance(count * hosts.owners);
   std::vector<Owner> owners(parameters.size());
@@ -31,7 +53,7 @@ std::vector<Owner> owners_on_one_host(const std::vector<parallel::NamedTensor>& 
     for (size_t i = 0; i < unit.size(); ++i)
       owners[unit[i]] = {.place = divided[i] / count, .host = divided[i] % count};
   }
-  return owners;
+  return {.owners = std::move(owners)};
 }
 
 }  // namespace muster::fsdp

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "parallel/fsdp/row_parts.h"
 #include "parallel/fsdp/units.h"
 #include "parallel/kit/hosts.h"
 #include "parallel/modules/same_module.h"
@@ -23,9 +24,14 @@ struct Owner {
 int rank_of(const Owner& owner, const parallel::Hosts& hosts, int beside);
 
 // The owners of all parameters: one on each host, or one of the ranks of all hosts, with each unit divided among these.
-std::vector<Owner> owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters,
-                                       const parallel::Hosts& hosts, size_t group_bytes);
-std::vector<Owner> owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters,
-                                      const std::vector<Unit>& units, const parallel::Hosts& hosts, size_t group_bytes);
+struct Ownership {
+  std::vector<Owner> owners;   // by parameter; of one in parts, the rank in whose memory it lies
+  std::vector<RowPart> parts;  // one after the other
+  std::vector<Owner> owners_of_parts;
+};
+Ownership owners_on_each_host(const std::vector<parallel::NamedTensor>& parameters, std::vector<RowPart> parts,
+                              const parallel::Hosts& hosts, size_t group_bytes);
+Ownership owners_on_one_host(const std::vector<parallel::NamedTensor>& parameters, const std::vector<Unit>& units,
+                             const parallel::Hosts& hosts, size_t group_bytes);
 
 }  // namespace muster::fsdp

@@ -4,7 +4,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -92,12 +94,20 @@ struct Sharder::Impl {
   FsdpOptions options;
   Group group;                                             // resolved
   std::vector<parallel::NamedTensor> parameters, buffers;  // each parameter once
-  std::vector<int> owners;                                 // of `parameters`; on this host, if each host has one
-  int copies = 1;                                          // of each parameter, on hosts of their own
-  std::vector<Unit> units;                                 // if parameters are gathered
+  // Of `parameters`; on this host, if each host has one. kRanksOfParts: its parts have owners.
+  std::vector<int> owners;
+  std::vector<RowPart> parts;
+  std::vector<int> owners_of_parts;
+  int copies = 1;           // of each parameter, on hosts of their own
+  std::vector<Unit> units;  // if parameters are gathered
   std::shared_ptr<SharedParameters> shared;
   std::optional<parallel::GradientReducer> gradients;  // none if no parameter is trained
   std::optional<parallel::ParameterWatch> watch;
+
+  void for_each_part_of(size_t parameter, const std::function<void(size_t part)>& fn) const {
+    for (size_t k = 0; k < parts.size(); ++k)
+      if (parts[k].parameter == parameter) fn(k);
+  }
 
   // Before anything that changes what a backward() uses: one that threw may still be in a node on the device.
   void let_backward_end() const {
@@ -132,6 +142,10 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
                                s.options.unit_cap_mb, " and ", s.options.max_gathered_units),
                           "Use a size above 0, in MiB, and at least 2 units: one in use, and the next one");
 
+  if (!(s.options.divide_above_mb >= 1))
+    throw InvalidArgument(text("divide_above_mb: expected a number of at least 1, got ", s.options.divide_above_mb),
+                          "Use MiB: smaller parameters are balanced well enough as a whole");
+
   const MixedPrecision& precision = s.options.mixed_precision;
   parallel::check(precision);
   s.options.compute_device = checked_device(s.options.compute_device);
@@ -149,6 +163,10 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   const parallel::Hosts hosts = parallel::hosts_of(s.group, world);
   const size_t group_bytes = parallel::bytes_of_mb(s.options.bucket_cap_mb);
   const bool gathers = s.options.strategy == ShardingStrategy::kFullShard && hosts.ranks.size() > 1;
+  const bool divides = std::isfinite(s.options.divide_above_mb);
+  if (gathers && divides)
+    throw InvalidArgument("divide_above_mb: kFullShard over several hosts does not divide parameters into rows",
+                          "Use kHybridShard, or leave divide_above_mb out");
   if (gathers || device)
     s.units =
         make_units(*s.module, tensors.parameters, parallel::bytes_of_mb(s.options.unit_cap_mb), s.options.is_unit);
@@ -157,6 +175,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
                             " strategy=", static_cast<int>(s.options.strategy),
                             " reshard_after_forward=", s.options.reshard_after_forward,
                             " max_gathered_units=", s.options.max_gathered_units, " init_seed=", s.options.init_seed,
+                            " divide_above_mb=", s.options.divide_above_mb,
                             " compute_device=", device ? c10::DeviceTypeName(device->type()) : "CPU", " units=");
   for (const Unit& unit : s.units) chosen += text("[", join(unit), "]");
   parallel::require_same_on_all_ranks(tensors.all, chosen, s.group);
@@ -170,9 +189,13 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
   s.buffers = std::move(tensors.buffers);
   s.watch.emplace("FullyShardedDataParallel", s.parameters, s.parameters);
 
-  const auto owners = gathers ? owners_on_one_host(s.parameters, s.units, hosts, group_bytes)
-                              : owners_on_each_host(s.parameters, hosts, group_bytes);
-  for (const Owner& owner : owners) s.owners.push_back(rank_of(owner, hosts, s.group.rank()));
+  if (divides) s.parts = divide_rows(s.parameters, parallel::bytes_of_mb(s.options.divide_above_mb));
+  const Ownership ownership = gathers ? owners_on_one_host(s.parameters, s.units, hosts, group_bytes)
+                                      : owners_on_each_host(s.parameters, s.parts, hosts, group_bytes);
+  const auto to_rank = [&](const Owner& owner) { return rank_of(owner, hosts, s.group.rank()); };
+  for (const Owner& owner : ownership.owners) s.owners.push_back(to_rank(owner));
+  for (const Owner& owner : ownership.owners_of_parts) s.owners_of_parts.push_back(to_rank(owner));
+  for (const RowPart& part : s.parts) s.owners[part.parameter] = parallel::kRanksOfParts;
   s.copies = gathers ? 1 : static_cast<int>(hosts.ranks.size());
   const size_t most = s.options.reshard_after_forward ? s.options.max_gathered_units : s.units.size() + 1;
   std::optional<SharedParameters::OnDevice> on_device;
@@ -184,7 +207,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
       values.copy_(parallel::unwatched(parameter.tensor));
   };
   s.shared = std::make_shared<SharedParameters>(
-      s.parameters, compute_dtypes, owners, hosts, s.group, world,
+      s.parameters, compute_dtypes, ownership, hosts, s.group, world,
       Gathering{.units = gathers ? s.units : std::vector<Unit>{}, .most = most}, fill, on_device);
 
   with.owner_on_each_host = s.copies > 1;
@@ -196,6 +219,17 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     if (!s.parameters[i].tensor.requires_grad()) continue;
     trained.push_back(s.parameters[i]);
     with.owners.push_back(s.owners[i]);
+    auto& parts = with.parts.emplace_back();
+    s.for_each_part_of(i, [&](size_t k) {
+      const RowPart& part = s.parts[k];
+      parts.push_back({.tensor = s.shared->parts()[k],
+                       .owner = s.owners_of_parts[k],
+                       .dim = part.dim,
+                       .begin = part.begin,
+                       .count = part.count,
+                       .offset = part.offset,
+                       .elements = part.elements});
+    });
   }
   with.reduce_dtypes = parallel::reduce_dtypes(*s.module, trained, precision);
   if (!trained.empty()) s.gradients.emplace(trained, std::move(with), world.shared_heap());
@@ -255,15 +289,34 @@ std::vector<std::vector<std::string>> Sharder::unit_names() const {
 bool Sharder::set_sync(bool on) { return !impl_->gradients || impl_->gradients->set_sync(on); }
 
 int Sharder::owner(const at::Tensor& parameter) const {
-  for (size_t i = 0; i < impl_->parameters.size(); ++i)
-    if (impl_->parameters[i].tensor.is_same(parameter)) return impl_->owners[i];
+  const Impl& s = *impl_;
+  for (size_t k = 0; k < s.parts.size(); ++k)
+    if (s.shared->parts()[k].is_same(parameter)) return s.owners_of_parts[k];
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    if (!s.parameters[i].tensor.is_same(parameter)) continue;
+    if (s.owners[i] == parallel::kRanksOfParts)
+      throw InvalidArgument(text("parameter ", s.parameters[i].name, " is divided into rows, which have owners"),
+                            "Ask for those that parameters() has");
+    return s.owners[i];
+  }
   throw InvalidArgument("the tensor is not a parameter of the sharded module");
+}
+
+std::vector<at::Tensor> Sharder::parameters() const {
+  std::vector<at::Tensor> all;
+  for (size_t i = 0; i < impl_->parameters.size(); ++i) {
+    if (impl_->owners[i] == parallel::kRanksOfParts)
+      impl_->for_each_part_of(i, [&](size_t k) { all.push_back(impl_->shared->parts()[k]); });
+    else
+      all.push_back(impl_->parameters[i].tensor);
+  }
+  return all;
 }
 
 std::vector<at::Tensor> Sharder::owned_parameters() const {
   std::vector<at::Tensor> owned;
-  for (size_t i = 0; i < impl_->parameters.size(); ++i)
-    if (impl_->owners[i] == impl_->group.rank()) owned.push_back(impl_->parameters[i].tensor);
+  for (const at::Tensor& parameter : parameters())
+    if (owner(parameter) == impl_->group.rank()) owned.push_back(parameter);
   return owned;
 }
 

@@ -143,11 +143,12 @@ void SharedParameters::make_copies_for_operators(const std::vector<parallel::Nam
 }
 
 SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
-                                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
+                                   const std::vector<at::ScalarType>& compute_dtypes, const Ownership& ownership,
                                    parallel::Hosts hosts, const Group& group, const World& world,
                                    const Gathering& gathering, const Fill& fill,
                                    const std::optional<OnDevice>& on_device)
     : group_(group), hosts_(std::move(hosts)) {
+  const std::vector<Owner>& owners = ownership.owners;
   parallel::require_own_memory(parameters);
   const auto kept_at =
       make_memory(parameters, compute_dtypes, owners, world, gathering, /*on_device=*/on_device.has_value());
@@ -165,7 +166,8 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
                                                .copy = has_copy ? (*used_)[i] : at::Tensor(),
                                                .owner = owners[i],
                                                .is_mine = rank_of(owners[i], hosts_, group.rank()) == group.rank(),
-                                               .is_trained = tensor.requires_grad()});
+                                               .is_trained = tensor.requires_grad(),
+                                               .whole = i});
     // After a failure of `fill` for one without values, the others keep theirs: their own memory goes. If commit()
     // fails for lack of memory, values are lost.
     if (entry.is_mine && !(failure && tensor.is_meta())) try {
@@ -187,8 +189,31 @@ SharedParameters::SharedParameters(const std::vector<parallel::NamedTensor>& par
     use_shared_memory(entry);
     remember(entry);
   }
+  add_parts(ownership, kept_at);
   if (on_device_ && !used_->gatherer())
     for (const auto& memory : used_->mapped()) pinned_.push_back(parallel::PinnedMemory::of(memory, on_device->device));
+}
+
+void SharedParameters::add_parts(const Ownership& ownership, const std::vector<size_t>& kept_at) {
+  for (size_t k = 0; k < ownership.parts.size(); ++k) {
+    const RowPart& part = ownership.parts[k];
+    const Owner& owner = ownership.owners_of_parts[k];
+    const size_t i = part.parameter;
+    Entry& whole = entries_[i];
+    whole.is_in_parts = true;
+    const bool has_copy = kept_at[i] != kNowhere;
+    const at::Tensor rows = has_copy ? kept_->rows(part, kept_at[i], owner) : used_->rows(part, i, owner);
+    rows.set_requires_grad(true);
+    parts_.push_back(rows);
+    entries_.push_back({.name = part.name,
+                        .tensor = rows,
+                        .shared = rows,
+                        .copy = has_copy ? part.of(whole.copy) : at::Tensor(),
+                        .owner = owner,
+                        .is_mine = rank_of(owner, hosts_, group_.rank()) == group_.rank(),
+                        .whole = i});
+    remember(entries_.back());
+  }
 }
 
 SharedParameters::~SharedParameters() { phase_->copies.clear(); }
@@ -202,7 +227,7 @@ void SharedParameters::for_each_gatherer(const std::function<void(Gatherer&)>& f
 void SharedParameters::make_copies() {
   const at::NoGradGuard no_grad;
   for (const Entry& entry : entries_)
-    if (entry.copy.defined() && entry.is_mine) entry.copy.copy_(entry.shared);
+    if (entry.copy.defined() && entry.is_mine && !entry.is_in_parts) entry.copy.copy_(entry.shared);
 }
 
 void SharedParameters::use_shared_memory(Entry& entry) const {
@@ -239,7 +264,7 @@ SharedParameters::Changes SharedParameters::changes(bool makes_graph) const {
       if (mine) sample = sample_of(tensor);
       if (is_written && !mine)
         change = Change::kForeign;
-      else if (phase_->reading && (is_written || (mine && sample != entry.sample)))
+      else if (phase_->reading && (is_written || (mine && !entry.is_in_parts && sample != entry.sample)))
         change = Change::kUpdatedWhileRead;
       else if (is_written)
         change = Change::kUpdated;
@@ -279,6 +304,8 @@ void SharedParameters::before_forward(Changes changes) {
       if (entry.copy.defined()) entry.copy.copy_(entry.tensor);
     }
     if (change == Change::kUpdated && !entry.is_mine) torch::autograd::impl::bump_version(entry.tensor);
+    if (change == Change::kUpdated && entry.whole != i)
+      torch::autograd::impl::bump_version(entries_[entry.whole].tensor);
     any_is_written |= change == Change::kReplaced;
   }
   if (any_is_written) barrier({.group = group_});

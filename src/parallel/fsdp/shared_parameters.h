@@ -1,7 +1,8 @@
 // The parameters of a module, once per host: the parameters of all its ranks are the same memory.
 //
 // Each parameter has an *owner* on each host, the only rank of the host that may change it; its bytes lie in the
-// owner's memory (shared_tensors.h). The tensors of the module stay the same objects; only their storage changes. The
+// owner's memory (shared_tensors.h). Or each of a parameter's *parts* has an owner (row_parts.h): a part is a tensor of
+// its own, on the parameter's memory, and what changes it also changes the parameter. The tensors of the module stay the same objects; only their storage changes. The
 // hosts' copies stay equal, because their owners get the same gradients and make the same updates. Or each parameter
 // has one owner among the ranks of all hosts.
 //
@@ -75,9 +76,9 @@ class SharedParameters {
   // Collective. Each parameter is there once; compute_dtypes: by parameter, in which operators use it. If `fill` throws
   // on a rank, this throws on every rank.
   SharedParameters(const std::vector<parallel::NamedTensor>& parameters,
-                   const std::vector<at::ScalarType>& compute_dtypes, const std::vector<Owner>& owners,
-                   parallel::Hosts hosts, const Group& group, const World& world, const Gathering& gathering,
-                   const Fill& fill, const std::optional<OnDevice>& on_device = {});
+                   const std::vector<at::ScalarType>& compute_dtypes, const Ownership& ownership, parallel::Hosts hosts,
+                   const Group& group, const World& world, const Gathering& gathering, const Fill& fill,
+                   const std::optional<OnDevice>& on_device = {});
   SharedParameters(const SharedParameters&) = delete;
   SharedParameters& operator=(const SharedParameters&) = delete;
   ~SharedParameters();
@@ -103,6 +104,8 @@ class SharedParameters {
   void own_reads_are_over();
   void reads_are_over();
 
+  const std::vector<at::Tensor>& parts() const { return parts_; }  // in the order of Ownership::parts
+
   // Bytes of memory that holds parameters for this rank's host, and belongs to this rank; the kernel counts them.
   size_t bytes_here() const { return used_->bytes_here() + (kept_ ? kept_->bytes_here() : 0); }
 
@@ -117,12 +120,14 @@ class SharedParameters {
  private:
   struct Entry {
     std::string name;
-    at::Tensor tensor;  // the module's
+    at::Tensor tensor;  // the module's, or of a part, `shared`
     at::Tensor shared;  // in shared memory, of the same shape and layout
     at::Tensor copy;    // the same in another dtype; undefined if the CPU's operators use `shared`
     Owner owner;
     bool is_mine = false;  // this rank owns it
     bool is_trained = true;
+    bool is_in_parts = false;
+    size_t whole = 0;      // of a part: the parameter's entry; else its own
     uint32_t version = 0;  // of `tensor`, at the last look
     uint64_t sample = 0;   // some bytes of it, then, if it is this rank's own
   };
@@ -133,6 +138,7 @@ class SharedParameters {
   void make_copies_for_operators(const std::vector<parallel::NamedTensor>& parameters,
                                  const std::vector<size_t>& kept_at, const std::optional<OnDevice>& on_device);
   bool has_copy(const Entry& entry) const { return entry.copy.defined() || on_device_; }  // for operators
+  void add_parts(const Ownership& ownership, const std::vector<size_t>& kept_at);
   void use_shared_memory(Entry& entry) const;
   void remember(Entry& entry) const;
   void make_copies();
@@ -142,7 +148,8 @@ class SharedParameters {
 
   const Group group_;
   const parallel::Hosts hosts_;
-  std::vector<Entry> entries_;
+  std::vector<Entry> entries_;  // parameters, then parts
+  std::vector<at::Tensor> parts_;
   std::unique_ptr<SharedTensors> used_;  // what operators use: parameters, or their copies
   std::unique_ptr<SharedTensors> kept_;  // parameters that have copies in another dtype; null if there are none
   std::vector<std::shared_ptr<parallel::PinnedMemory>> pinned_;  // of what the device reads

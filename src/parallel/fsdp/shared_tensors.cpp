@@ -69,7 +69,10 @@ void gather_before_use(parallel::Sharing& sharing, const std::weak_ptr<Gatherer>
 }  // namespace
 
 SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, const Setup& setup)
-    : layout_(lay_out(like, setup.owners, setup.hosts, setup.gathering.units, setup.gathering.most)) {
+    : layout_(lay_out(like, setup.owners, setup.hosts, setup.gathering.units, setup.gathering.most)),
+      hosts_(setup.hosts),
+      group_(setup.group),
+      owners_(setup.owners) {
   const auto& [owners, hosts, group, world, gathering, bytes_beside, is_copy, instead] = setup;
   parallel::HostMemory memory = share_memory(layout_.bytes, layout_.at_most + bytes_beside, hosts, group, world);
   if (!gathering.units.empty()) gatherer_ = make_gatherer(layout_, gathering, memory, hosts, group);
@@ -82,19 +85,30 @@ SharedTensors::SharedTensors(const std::vector<parallel::NamedTensor>& like, con
     for (const size_t i : gathering.units[u]) unit_of[i] = u;
   for (size_t i = 0; i < like.size(); ++i) {
     const auto& [name, tensor] = like[i];
-    const int owner = rank_of(owners[i], hosts, group.rank()), first = rank_of(owners[i], hosts, hosts.ranks[0][0]);
-    parallel::Sharing sharing{.name = name,
-                              .owner = group.global_rank(owner),
-                              .is_own = owner == group.rank(),
-                              .first_owner = group.global_rank(first),
-                              .is_only_owner = owners[i].host != kEachHost || hosts.ranks.size() == 1,
-                              .is_copy = is_copy(i),
-                              .instead = instead(i)};
+    parallel::Sharing sharing = sharing_of(name, owners[i]);
+    sharing.is_copy = is_copy(i);
+    sharing.instead = instead(i);
     if (gatherer_)
       gather_before_use(sharing, gatherer_, unit_of[i], owners[i].host == static_cast<int>(hosts.own), name);
     const auto keeper = static_cast<size_t>(hosts.owner(owners[i].place));
     tensors_.push_back(parallel::shared_tensor(memory.mapped[keeper], layout_.offsets[i], tensor, std::move(sharing)));
   }
+}
+
+parallel::Sharing SharedTensors::sharing_of(const std::string& name, const Owner& owner) const {
+  const int rank = rank_of(owner, hosts_, group_.rank()), first = rank_of(owner, hosts_, hosts_.ranks[0][0]);
+  return {.name = name,
+          .owner = group_.global_rank(rank),
+          .is_own = rank == group_.rank(),
+          .first_owner = group_.global_rank(first),
+          .is_only_owner = owner.host != kEachHost || hosts_.ranks.size() == 1};
+}
+
+at::Tensor SharedTensors::rows(const RowPart& part, size_t index, const Owner& owner) const {
+  const at::Tensor& whole = tensors_[index];
+  return parallel::shared_tensor(mapped_[static_cast<size_t>(owners_[index].place)],
+                                 layout_.offsets[index] + static_cast<size_t>(part.offset) * whole.element_size(),
+                                 part.of(whole), sharing_of(part.name, owner));
 }
 
 void SharedTensors::commit(size_t index) const {

@@ -25,6 +25,7 @@
 #include "parallel/fsdp/gatherer.h"
 #include "parallel/fsdp/owners.h"
 #include "parallel/fsdp/parameter_layout.h"
+#include "parallel/fsdp/row_parts.h"
 #include "parallel/fsdp/units.h"
 #include "parallel/kit/hosts.h"
 #include "parallel/kit/shared_tensor.h"
@@ -56,6 +57,8 @@ class SharedTensors {
   SharedTensors(const std::vector<parallel::NamedTensor>& like, const Setup& setup);
 
   const at::Tensor& operator[](size_t index) const { return tensors_[index]; }
+  // A part of the tensor with its memory. Each host has an owner of it.
+  at::Tensor rows(const RowPart& part, size_t index, const Owner& owner) const;
   // Takes memory for a tensor of this rank's, before it is written for the first time.
   void commit(size_t index) const;
   size_t bytes_of_host() const { return layout_.at_most; }  // that it needs at most
@@ -66,7 +69,12 @@ class SharedTensors {
   Gatherer* gatherer() const { return gatherer_.get(); }  // null if each host has an owner of each tensor
 
  private:
+  parallel::Sharing sharing_of(const std::string& name, const Owner& owner) const;
+
   const ParameterLayout layout_;
+  const parallel::Hosts hosts_;
+  const Group group_;
+  const std::vector<Owner> owners_;
   UniqueFd memory_;  // of this rank
   std::vector<std::shared_ptr<shm::Mapping>> mapped_;
   std::shared_ptr<Gatherer> gatherer_;

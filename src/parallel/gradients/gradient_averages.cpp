@@ -89,19 +89,36 @@ void GradientReducer::Impl::launch(size_t index) {
   begin_communication();
   Bucket& bucket = buckets[index];
   if (bucket.sparse) {
-    bucket.work = all_reduce_async(parameters[bucket.parameters[0]].view, averaging(bucket));
+    bucket.works = {all_reduce_async(parameters[bucket.parameters[0]].view, averaging(bucket))};
     return;
   }
   if (hook) return call_hook(index);
   if (!tells_shares_apart()) mark_used(bucket);
-  bucket.work = to_owner() ? reduce_async(bucket.flat, bucket.owner, averaging(bucket))
-                           : all_reduce_async(bucket.flat, averaging(bucket));
+  if (!to_owner())
+    bucket.works = {all_reduce_async(bucket.flat, averaging(bucket))};
+  else if (bucket.owner != kRanksOfParts)
+    bucket.works = {reduce_async(bucket.flat, bucket.owner, averaging(bucket))};
+  else
+    for (const Rows& rows : parameters[bucket.parameters[0]].parts)
+      bucket.works.push_back(
+          reduce_async(bucket.flat.narrow(0, rows.offset, rows.elements), rows.owner, averaging(bucket)));
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
+}
+
+// Waits for it. Takes what this rank owns of a parameter in parts, so that the whole gradient can be freed.
+void GradientReducer::Impl::end_reduction(Bucket& bucket) {
+  bucket.wait();
+  Parameter& first = parameters[bucket.parameters[0]];
+  if (!first.view.defined()) return;
+  const GradientBlocks::Pause no_gradients;
+  for (Rows& rows : first.parts)
+    if (rows.owner == options.group.rank()) rows.average = first.view.narrow(rows.dim, rows.begin, rows.count).clone();
 }
 
 // For a parameter that this backward() has not made ready, unless an earlier one, in no_sync(), left a gradient.
 void GradientReducer::Impl::give_zeros(Parameter& parameter) {
   if (parameter.tensor.grad().defined()) {
+    if (!parameter.used && !sharded()) parameter.unused = parameter.tensor.grad().clone();
     adopt(parameter);
     return;
   }
@@ -141,7 +158,7 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   Bucket& last = buckets.back();
   begin_communication();
   if (!tells_shares_apart()) mark_used(last);
-  if (hook || last.sparse) {
+  if (hook || last.sparse || last.owner == kRanksOfParts) {
     if (next_bucket < buckets.size()) launch(next_bucket++);  // else its hook has thrown
   } else if (to_owner()) {
     reduce(last.flat, last.owner, averaging(last));
@@ -151,12 +168,12 @@ std::vector<float> GradientReducer::Impl::reduce_the_rest() {
   if (hook) wrong_results = use_hooks_results();
   if (tells_shares_apart()) {
     std::vector<float> shares = shares_used_on_all_ranks();
-    for (auto& bucket : buckets) bucket.work.wait();
+    for (auto& bucket : buckets) end_reduction(bucket);
     return shares;
   }
   std::vector<float> shares(parameters.size());
   for (auto& bucket : buckets) {
-    bucket.work.wait();
+    bucket.wait();
     const std::vector<float> of_bucket = shares_used(bucket);
     for (size_t i = 0; i < of_bucket.size(); ++i) shares[bucket.parameters[i]] = of_bucket[i];
   }
@@ -234,6 +251,7 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     Parameter& parameter = parameters[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     at::Tensor kept = std::exchange(parameter.kept, at::Tensor());
+    const at::Tensor unused = std::exchange(parameter.unused, at::Tensor());
     if (!is_mine(parameter)) {
       grad = at::Tensor();
     } else if (shares[i] > 0) {
@@ -242,10 +260,18 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
       grad = parameter.view;
     } else if (kept.defined()) {
       grad = kept;
+    } else if (unused.defined()) {
+      parameter.sparse ? void(grad = unused) : void(grad.copy_(unused));  // no rank has added to its own
     } else if (lacks_contributors() && grad.defined() && grad.is_same(parameter.view)) {
       parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);  // what it was before
     } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
       grad = parameter.view;  // what the hook had not sent before
+    }
+    for (Rows& rows : parameter.parts) {
+      at::Tensor average = std::exchange(rows.average, at::Tensor());
+      if (!average.defined() || shares[i] <= 0) continue;
+      at::Tensor& own = rows.tensor.mutable_grad();
+      own = own.defined() ? average.add_(own) : average;
     }
     if (sharded()) parameter.note_average();
   }

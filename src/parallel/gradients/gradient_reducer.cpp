@@ -24,6 +24,7 @@ GradientReducer::GradientReducer(const std::vector<NamedTensor>& parameters, Red
     s.parameters.push_back({.name = parameters[i].name,
                             .tensor = parameters[i].tensor,
                             .owner = s.sharded() ? s.options.owners[i] : kEveryRank,
+                            .parts = s.options.parts.empty() ? std::vector<Rows>{} : s.options.parts[i],
                             .sparse = !s.options.sparse.empty() && s.options.sparse[i],
                             .reduce_dtype = s.options.reduce_dtypes.empty() ? std::nullopt : s.options.reduce_dtypes[i],
                             .expected = s.sharded() ? 1 : 0});
@@ -261,6 +262,7 @@ void GradientReducer::Impl::begin_backward() {
   times = {};
   ready_order.clear();
   release_blocks_without_gradients();  // so that new gradients can use them
+  leave_held_gradients();
   if (knows_graph && synced && !keeps_graph) expect_known_gradients();
   call_at_end(std::make_shared<GradientBlocks::Serving>(blocks));
 }
@@ -362,6 +364,17 @@ void GradientReducer::Impl::release_blocks_without_gradients() {
       release_block(bucket, first);
 }
 
+// A .grad that the user holds after zero_grad() stays as it is: blocks that are held are not used, and neither are
+// places in buckets.
+void GradientReducer::Impl::leave_held_gradients() {
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : parameters) {
+    if (parameter.sparse || buckets[parameter.bucket].large || parameter.tensor.grad().is_same(parameter.view))
+      continue;
+    if (parameter.view.use_count() > 1) leave_to_holder(buckets[parameter.bucket], parameter);
+  }
+}
+
 // When it is reduced: a large gradient that another rank owns.
 bool GradientReducer::Impl::will_be_freed(const Bucket& bucket) const {
   return bucket.large && !is_mine(parameters[bucket.parameters[0]]);
@@ -370,16 +383,14 @@ bool GradientReducer::Impl::will_be_freed(const Bucket& bucket) const {
 // Frees large gradients whose owners have them. What this waits for, the other ranks reach without this one: it has
 // passed there.
 void GradientReducer::Impl::release_reduced_blocks() {
-  const auto may_go = [&](Bucket& bucket) {
-    return bucket.work.is_completed() || bytes_in_flight > options.most_in_flight;
-  };
+  const auto may_go = [&](Bucket& bucket) { return bucket.is_reduced() || bytes_in_flight > options.most_in_flight; };
   for (; released_bucket < next_bucket && may_go(buckets[released_bucket]); ++released_bucket) {
     Bucket& bucket = buckets[released_bucket];
-    bucket.work.wait();  // throws what the reduction threw
+    end_reduction(bucket);  // throws what the reduction threw
     if (!will_be_freed(bucket)) continue;
     Parameter& first = parameters[bucket.parameters[0]];
     bytes_in_flight -= first.tensor.nbytes();
-    bucket.work = Work();  // it refers to the tensor
+    bucket.works.clear();  // they refer to the tensor
     first.tensor.mutable_grad() = at::Tensor();
     release_block(bucket, first);
   }
@@ -397,7 +408,7 @@ void GradientReducer::Impl::abandon_backward() {
     all = may_rebuild(of_contributors(keeps_graph ? average_with_graph(/*sets=*/false) : reduce_the_rest()));
   }
   for (auto& parameter : parameters) {
-    parameter.kept = at::Tensor();  // after an exception, gradients are undefined
+    parameter.kept = parameter.unused = at::Tensor();  // after an exception, gradients are undefined
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if (synced && !is_mine(parameter) && grad.is_same(parameter.view)) grad = at::Tensor();
   }
@@ -453,11 +464,12 @@ void GradientReducer::Impl::reset() {
     parameter.ready = false;
     parameter.gradients = 0;
     if (parameter.sparse) parameter.view = at::Tensor();  // it is the gradient
+    for (Rows& rows : parameter.parts) rows.average = at::Tensor();
     if (synced) parameter.used = false;
   }
   for (auto& bucket : buckets) {
     bucket.pending = bucket.parameters.size();
-    bucket.work = Work();
+    bucket.works.clear();
     bucket.future.reset();
   }
 }

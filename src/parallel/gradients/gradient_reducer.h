@@ -18,6 +18,8 @@
 //     network carries the same bytes as for the owners alone, and the ranks of a host need no groups of their own.
 //   - A small all_reduce at the end tells all ranks which parameters were used. So backward() returns on no rank before
 //     it is over on all.
+//   - A parameter may be in parts with an owner each. What follows is true of its parts, too, but for averages that are
+//     there when a backward() begins: this is what a part's .grad holds, so its owner need not put it aside.
 //   - The averages of two backward() calls add up, as they do in one process. The owner puts the first average aside
 //     while the second backward() runs, because the other ranks have nothing to add to it.
 //
@@ -62,6 +64,7 @@
 #include "muster/comm/group.h"
 #include "muster/comm/heap.h"
 #include "muster/parallel/comm_hook.h"
+#include "parallel/kit/buckets.h"
 #include "parallel/modules/same_module.h"
 
 namespace muster::parallel {
@@ -77,6 +80,9 @@ struct ReducerOptions {
   // By parameter: its owner, a rank in the group. Empty: every rank gets every average. If each host has an owner, this
   // is the one on this rank's host; parameters with one owner on one host have one owner on every host.
   std::vector<int> owners = {};
+  // By parameter; empty: none is in parts. One that is has the owner kRanksOfParts and at least GradientBlocks::kLarge
+  // bytes. Its parts get gradients on their owners, and it has none after backward().
+  std::vector<std::vector<Rows>> parts = {};
   std::vector<bool> delayed = {};   // by parameter: whether it is averaged after all others; empty: none is
   std::vector<bool> sparse = {};    // by parameter: whether its gradient is sparse; empty: none is. Not with owners.
   bool owner_on_each_host = false;  // of several hosts; then every rank takes part in every average

@@ -136,8 +136,10 @@ struct GradientReducer::Impl : std::enable_shared_from_this<GradientReducer::Imp
   void use_averages(const std::vector<float>& shares);
   void launch_ready_buckets();
   bool will_be_freed(const Bucket& bucket) const;
+  void end_reduction(Bucket& bucket);
   void release_reduced_blocks();
   void release_blocks_without_gradients();
+  void leave_held_gradients();
   void begin_backward();
   void call_at_end(std::shared_ptr<GradientBlocks::Serving> serving);
   bool is_within_another() const;

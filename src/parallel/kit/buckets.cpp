@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/real.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -126,6 +127,7 @@ bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, c
       grad.storage().nbytes() != like.nbytes() || grad.sizes() != like.sizes() ||
       !grad.is_non_overlapping_and_dense() || !blocks.contains(grad.const_data_ptr()))
     return false;
+  if (grad.is_conj() || grad.is_neg()) return false;  // other values than its memory has
   // Ranks must agree on the order of the elements in memory.
   const bool as_parameter = like.is_non_overlapping_and_dense();
   if (as_parameter ? grad.strides() != like.strides() : !grad.is_contiguous()) return false;
@@ -147,11 +149,17 @@ void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks) {
   parameter.view.zero_();
 }
 
+void leave_to_holder(const Bucket& bucket, Parameter& parameter) {
+  parameter.view.set_data(parameter.view.clone());
+  parameter.view = tensor_at(bucket.flat, parameter.offset, parameter.tensor);
+}
+
 void release_block(Bucket& bucket, Parameter& parameter) { parameter.view = bucket.flat = bucket.used = at::Tensor(); }
 
 std::vector<float> shares_used(const Bucket& bucket) {
   std::vector<float> shares(bucket.parameters.size());
-  at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat).copy_(bucket.used);
+  const at::Tensor used = bucket.used.is_complex() ? at::real(bucket.used) : bucket.used;
+  at::from_blob(shares.data(), {static_cast<int64_t>(shares.size())}, at::kFloat).copy_(used);
   return shares;
 }
 

@@ -14,7 +14,8 @@
 //
 // A sparse gradient is its own bucket without memory: its elements are where autograd made them.
 //
-// Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each). Then it
+// Either all ranks keep a bucket's averages, or only its owner does (with several hosts, its owner on each), or of a
+// large parameter in parts, each part's owner that of the part. Then it
 // has gradients of parameters with that owner only, and a large bucket's memory is needed only while its gradient is:
 // it has none before.
 //
@@ -24,6 +25,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -36,12 +38,23 @@
 namespace muster::parallel {
 
 inline constexpr int kEveryRank = -1;
+inline constexpr int kRanksOfParts = -2;
+
+// Some rows of a large parameter, with an owner of their own.
+struct Rows {
+  at::Tensor tensor;  // shares the parameter's memory; gets the gradient
+  int owner = 0;
+  int64_t dim = 0, begin = 0, count = 0;
+  int64_t offset = 0, elements = 0;  // in the parameter's memory
+  at::Tensor average;                // on the owner, of the backward() under way
+};
 
 struct Parameter {
   std::string name;
   at::Tensor tensor;
-  int owner = kEveryRank;  // the rank that keeps the average; if each host has one, that of this host
-  bool sparse = false;     // its gradient is in coordinate format
+  int owner = kEveryRank;        // the rank that keeps the average; if each host has one, that of this host
+  std::vector<Rows> parts = {};  // if the owner is kRanksOfParts: they have all of it
+  bool sparse = false;           // its gradient is in coordinate format
   std::optional<at::ScalarType> reduce_dtype = {};        // in which it travels between hosts; none: in its own
   decltype(torch::autograd::Edge::function) accumulator;  // with a hook of ours; null if every rank is the owner
   at::Tensor view;     // its gradient's place in the bucket; undefined for a large gradient that is not computed yet
@@ -58,6 +71,9 @@ struct Parameter {
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> average = {};
   int64_t average_at = 0;
   at::Tensor kept;  // such a gradient, to which this backward()'s average is to be added
+  // The values of a gradient that this backward() has not used, and that take part in the average only because other
+  // ranks may add to theirs.
+  at::Tensor unused;
 
   void note_average() {
     average.reset();
@@ -85,8 +101,15 @@ struct Bucket {
   int64_t elements = 0;  // of `flat` that belong to gradients, or lie between them
   at::Tensor gradients() const { return flat.narrow(0, 0, elements); }
   size_t pending = 0;
-  Work work;
+  std::vector<Work> works;           // of the reduction; several for a parameter in parts
   std::optional<HookFuture> future;  // with a communication hook
+
+  bool is_reduced() const {
+    return std::all_of(works.begin(), works.end(), [](const Work& work) { return work.is_completed(); });
+  }
+  void wait() {
+    for (Work& work : works) work.wait();
+  }
 };
 
 // The strides of a tensor that is dense, else those of a contiguous one of its shape.
@@ -106,6 +129,9 @@ std::vector<Bucket> make_buckets(std::vector<Parameter>& parameters, const std::
 bool adopt_block(Bucket& bucket, Parameter& parameter, const at::Tensor& grad, const GradientBlocks& blocks);
 // Gives a free block, filled with zeros, to a large bucket whose parameter has no view.
 void give_block(Bucket& bucket, Parameter& parameter, GradientBlocks& blocks);
+
+// For a small bucket: whoever holds a parameter's view keeps its values, and the bucket gets another view.
+void leave_to_holder(const Bucket& bucket, Parameter& parameter);
 
 // Forgets the block of a large bucket: it is free when nobody else refers to it.
 void release_block(Bucket& bucket, Parameter& parameter);

@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/core/backend.h"
 #include "muster/comm/world.h"
 
 namespace muster::parallel {
@@ -11,7 +12,7 @@ namespace {
 // A component of a World.
 struct GroupsBeside {
   struct Pair {
-    Group group;
+    c10::weak_intrusive_ptr<comm::Backend> group;  // whose address is not used again as long as this refers to it
     std::shared_ptr<const Group> beside;
   };
   std::vector<Pair> pairs;
@@ -23,7 +24,7 @@ std::shared_ptr<const Group> existing_group_beside(const Group& group) {
   const auto all = World::current().find<GroupsBeside>();
   if (!all) return nullptr;
   for (const auto& pair : all->pairs)
-    if (&comm::backend_of(pair.group) == &comm::backend_of(group)) return pair.beside;
+    if (pair.group._unsafe_get_target() == &comm::backend_of(group)) return pair.beside;
   return nullptr;
 }
 
@@ -32,7 +33,12 @@ std::shared_ptr<const Group> group_beside(const Group& group) {
   World& world = World::current();
   auto beside = std::make_shared<const Group>(group.split(0, 0, {.name = "statistics of batches"}));
   if (!world.find<GroupsBeside>()) world.attach(std::make_shared<GroupsBeside>());
-  world.find<GroupsBeside>()->pairs.push_back({group.resolved(), beside});
+  auto& pairs = world.find<GroupsBeside>()->pairs;
+  std::erase_if(pairs, [](const auto& pair) { return pair.group.expired(); });
+  auto& backend = comm::backend_of(group);
+  pairs.push_back({c10::weak_intrusive_ptr<comm::Backend>(
+                       c10::intrusive_ptr<comm::Backend>::unsafe_reclaim_from_nonowning(&backend)),
+                   beside});
   return beside;
 }
 

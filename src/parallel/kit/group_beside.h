@@ -1,7 +1,7 @@
 // A second group of the same ranks, for small blocking collectives that must not wait behind asynchronous ones.
 //
-// The World of the calling thread makes it once per group, and keeps it and the group until the World ends. Whoever
-// outlives the World keeps a weak_ptr.
+// The World of the calling thread makes it once per group, and keeps it until the World ends, or until a new one is
+// made after the group has ended. Whoever outlives the World keeps a weak_ptr.
 //
 // Thread-safety: one thread per World.
 #pragma once

@@ -159,15 +159,29 @@ void for_each_module(const torch::nn::Module& module, const MixedPrecision& prec
 
 using ByTensor = std::unordered_map<const at::TensorImpl*, std::optional<at::ScalarType>>;
 
+enum class Tensors { kParameters, kBuffers };
+
+// What the modules choose for their tensors: `dtype`, which is called `name`. Of a tensor of several modules, the first
+// one's choice; none if one of them keeps the precision, and that counts.
+ByTensor chosen_dtypes(const torch::nn::Module& module, const MixedPrecision& precision, Tensors tensors,
+                       std::optional<at::ScalarType> ModulePrecision::*dtype, const char* name, bool keeping_counts) {
+  ByTensor chosen;
+  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool keeps) {
+    if (here.*dtype) comm::validate_float(name, *(here.*dtype));
+    const bool of_parameters = tensors == Tensors::kParameters;
+    for (const auto& tensor : of_parameters ? each.parameters(/*recurse=*/false) : each.buffers(/*recurse=*/false)) {
+      const auto [place, is_new] = chosen.try_emplace(tensor.unsafeGetTensorImpl(), here.*dtype);
+      if (keeps && keeping_counts) place->second.reset();
+    }
+  });
+  return chosen;
+}
+
 // Of floating-point buffers that do not keep their dtype.
 std::vector<std::pair<at::Tensor, at::ScalarType>> buffers_to_convert(const torch::nn::Module& module,
                                                                       const MixedPrecision& precision) {
-  ByTensor dtypes;
-  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool keeps) {
-    for (const auto& buffer : each.buffers(/*recurse=*/false))
-      if (const auto [place, is_new] = dtypes.try_emplace(buffer.unsafeGetTensorImpl(), here.buffer_dtype); keeps)
-        place->second.reset();
-  });
+  ByTensor dtypes = chosen_dtypes(module, precision, Tensors::kBuffers, &ModulePrecision::buffer_dtype, "buffer_dtype",
+                                  /*keeping_counts=*/true);
   std::vector<std::pair<at::Tensor, at::ScalarType>> all;
   for (const at::Tensor& buffer : module.buffers())
     if (buffer.defined() && buffer.is_floating_point())
@@ -225,13 +239,8 @@ bool makes_copies(const MixedPrecision& precision) { return precision.param_dtyp
 
 std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, const std::vector<NamedTensor>& parameters,
                                            const MixedPrecision& precision) {
-  ByTensor chosen;
-  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool keeps) {
-    if (here.param_dtype) comm::validate_float("param_dtype", *here.param_dtype);
-    for (const auto& parameter : each.parameters(/*recurse=*/false))
-      if (const auto [place, is_new] = chosen.try_emplace(parameter.unsafeGetTensorImpl(), here.param_dtype); keeps)
-        place->second.reset();
-  });
+  ByTensor chosen = chosen_dtypes(module, precision, Tensors::kParameters, &ModulePrecision::param_dtype, "param_dtype",
+                                  /*keeping_counts=*/true);
   std::vector<at::ScalarType> dtypes;
   for (const auto& [name, tensor] : parameters) {
     const auto& dtype = chosen[tensor.unsafeGetTensorImpl()];
@@ -243,12 +252,8 @@ std::vector<at::ScalarType> compute_dtypes(const torch::nn::Module& module, cons
 std::vector<std::optional<at::ScalarType>> reduce_dtypes(const torch::nn::Module& module,
                                                          const std::vector<NamedTensor>& parameters,
                                                          const MixedPrecision& precision) {
-  ByTensor chosen;
-  for_each_module(module, precision, [&](const torch::nn::Module& each, const ModulePrecision& here, bool) {
-    if (here.reduce_dtype) comm::validate_float("reduce_dtype", *here.reduce_dtype);
-    for (const auto& parameter : each.parameters(/*recurse=*/false))
-      chosen.try_emplace(parameter.unsafeGetTensorImpl(), here.reduce_dtype);
-  });
+  ByTensor chosen = chosen_dtypes(module, precision, Tensors::kParameters, &ModulePrecision::reduce_dtype,
+                                  "reduce_dtype", /*keeping_counts=*/false);
   std::vector<std::optional<at::ScalarType>> dtypes;
   for (const auto& [name, tensor] : parameters) dtypes.push_back(chosen[tensor.unsafeGetTensorImpl()]);
   return dtypes;
