@@ -233,9 +233,13 @@ void set_checksum(std::string& head) {
   if (head.size() >= kDigitsAt + kDigits) head.replace(kDigitsAt, kDigits, hexadecimal(sum_of_head(head)));
 }
 
-Shard write_container(const std::filesystem::path& path, const About& about, Entries entries) {
+void put_in_files_order(Entries& entries) {
   std::stable_sort(entries.begin(), entries.end(),
                    [](const Entry& a, const Entry& b) { return comes_first(a.tensor, b.tensor); });
+}
+
+Shard write_container(const std::filesystem::path& path, const About& about, Entries entries, const Fetch& fetch) {
+  put_in_files_order(entries);
   json muster = header_of(about), tensors = json::object();
   muster["tensors"] = json::array();
   uint64_t data_bytes = 0;
@@ -268,13 +272,18 @@ Shard write_container(const std::filesystem::path& path, const About& about, Ent
   AtomicFile file(path, head_bytes);
   file.reserve(head_bytes + data_bytes);
   for (size_t i = 0; i < entries.size(); ++i) {
-    const auto bytes = bytes_of(entries[i].tensor);
     std::vector<uint64_t> sums;
-    for (size_t at = 0; at < bytes.size(); at += kBlockBytes) {
-      const auto block = bytes.substr(at, kBlockBytes);
-      sums.push_back(checksum(block));
-      file.write(block);
-    }
+    const auto write = [&](std::string_view bytes) {
+      for (size_t at = 0; at < bytes.size(); at += kBlockBytes) {
+        const auto block = bytes.substr(at, kBlockBytes);
+        sums.push_back(checksum(block));
+        file.write(block);
+      }
+    };
+    if (entries[i].tensor.is_meta())
+      fetch(entries[i], write);
+    else
+      write(bytes_of(entries[i].tensor));
     muster["tensors"][i]["sums"] = std::move(sums);
   }
   std::string head = head_of_at_least(head_bytes);

@@ -27,6 +27,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -59,9 +60,16 @@ struct About {
 
 uint64_t checksum(std::string_view bytes);
 
+// Passes on the bytes of an entry that are not here (its tensor is on the device "meta"), in order, in pieces of several
+// kBlockBytes each but for the last one.
+using Fetch = std::function<void(const Entry& entry, const std::function<void(std::string_view piece)>& take)>;
+
+// Puts entries in the order of the file.
+void put_in_files_order(Entries& entries);
 // Writes the file durably. Returns what a manifest needs to refer to it. InvalidArgument: a name is
 // not UTF-8.
-Shard write_container(const std::filesystem::path& path, const About& about, Entries entries);
+Shard write_container(const std::filesystem::path& path, const About& about, Entries entries,
+                      const Fetch& fetch = nullptr);
 // Makes a head's checksum right. For tests that forge files.
 void set_checksum(std::string& head);
 

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,23 +22,94 @@
 #include "checkpoint/container.h"
 #include "checkpoint/item_values.h"
 #include "checkpoint/replicas.h"
+#include "checkpoint/tensor_header.h"
+#include "comm/api/broadcast_bytes.h"
 #include "muster/base/error.h"
 
 namespace muster::checkpoint {
 namespace {
 
-// An entry on its way to rank 0.
+// An entry on its way to rank 0. Bytes of a large one follow, when rank 0 writes them.
 struct Packed {
+  static constexpr size_t kLarge = size_t{256} << 10;  // bytes
+
   std::string item, name, kind;
   int rank = kShared;
   int64_t order = 0;
-  at::Tensor tensor;
-  MSGPACK_DEFINE(item, name, kind, rank, order, tensor);
+  at::Tensor tensor;  // of a large one: with its dtype, and without elements
+  bool is_large = false;
+  std::vector<int64_t> sizes;  // of a large one
+  MSGPACK_DEFINE(item, name, kind, rank, order, tensor, is_large, sizes);
 
+  static bool is_large_entry(const Entry& entry) { return entry.tensor.nbytes() >= kLarge; }
   static Packed of(const Entry& entry) {
-    return {entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor};
+    Packed packed{entry.item, entry.name, entry.kind, entry.rank, entry.order, entry.tensor};
+    if (!is_large_entry(entry)) return packed;
+    packed.is_large = true;
+    packed.sizes = entry.tensor.sizes().vec();
+    packed.tensor = at::empty({0}, entry.tensor.scalar_type());
+    return packed;
   }
-  Entry entry() const { return {item, name, kind, rank, order, tensor}; }
+  // Of a large one, its tensor is on the device "meta".
+  Entry entry() const {
+    Entry all{item, name, kind, rank, order, tensor};
+    if (is_large) all.tensor = at::empty(sizes, at::TensorOptions(tensor.scalar_type()).device(at::kMeta));
+    return all;
+  }
+};
+
+// The bytes of the other ranks' large entries, which come to rank 0 in the order of the file, so that neither needs
+// memory for all of them. Whatever goes wrong, all pieces travel: the other ranks wait for them.
+class Pieces {
+ public:
+  // On rank 0. `entries`: in the order of the file, with the rank that has each.
+  Pieces(const SnapshotPlace& here, const std::vector<std::pair<Entry, int>>& entries) : here_(here) {
+    for (const auto& [entry, rank] : entries)
+      if (entry.tensor.is_meta()) from_.push_back({rank, static_cast<int64_t>(entry.tensor.nbytes())});
+  }
+  void fetch_next(const std::function<void(std::string_view piece)>& take) {
+    const auto [rank, bytes] = from_.at(entry_);
+    while (at_ < bytes) take(receive());
+    ++entry_;
+    at_ = 0;
+  }
+  void skip_rest() {
+    for (; entry_ < from_.size(); ++entry_, at_ = 0)
+      while (at_ < from_[entry_].bytes) receive();
+  }
+  // On the others.
+  static void send(const SnapshotPlace& here, const Entries& own) {
+    Entries in_order = own;
+    put_in_files_order(in_order);
+    for (const Entry& entry : in_order) {
+      if (!Packed::is_large_entry(entry)) continue;
+      const auto bytes = static_cast<int64_t>(entry.tensor.nbytes());
+      const at::Tensor all = at::from_blob(const_cast<void*>(entry.tensor.const_data_ptr()), {bytes}, at::kByte);
+      for (int64_t at = 0; at < bytes; at += kPiece)
+        comm::pass_bytes(all.narrow(0, at, std::min(kPiece, bytes - at)), here.rank, 0, here.collective);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPiece = 4 * static_cast<int64_t>(kBlockBytes);
+  struct From {
+    int rank;
+    int64_t bytes;
+  };
+
+  std::string_view receive() {
+    const auto [rank, bytes] = from_[entry_];
+    const at::Tensor piece = memory_.narrow(0, 0, std::min(kPiece, bytes - at_));
+    comm::pass_bytes(piece, rank, 0, here_.collective);
+    at_ += piece.numel();
+    return {static_cast<const char*>(piece.const_data_ptr()), static_cast<size_t>(piece.numel())};
+  }
+
+  const SnapshotPlace& here_;
+  const at::Tensor memory_ = at::empty({kPiece}, at::kByte);
+  std::vector<From> from_;
+  size_t entry_ = 0;
+  int64_t at_ = 0;
 };
 
 // What each rank sends before rank 0 completes the snapshot.
@@ -260,19 +332,39 @@ About about_all(const SnapshotPlace& here, const SaveOptions& options) {
 
 Problem write_whole(SnapshotPlace& here, const Collected& collected, const SaveOptions& options) {
   Part mine{.problem = collected.problem, .layout = collected.layout};
-  for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
+  if (!here.leads())
+    for (const auto& entry : collected.own) mine.entries.push_back(Packed::of(entry));
   const auto parts = gather_object(mine, 0, here.collective);
-  if (here.leads()) here.remover->wait();  // for the disk's space
+  Problem problem;
+  std::vector<std::pair<Entry, int>> all;  // with the rank that has it
+  std::optional<Pieces> pieces;
+  if (here.leads()) {
+    here.remover->wait();  // for the disk's space
+    problem = problem_among(parts);
+    if (!problem)
+      problem = problem_of([&] {
+        check_folder(here);
+        for (const Entries* const entries : {&collected.shared, &collected.own})
+          for (const Entry& entry : *entries) all.emplace_back(entry, here.rank);
+        for (size_t r = 0; r < parts.size(); ++r)
+          for (const auto& packed : parts[r].entries) all.emplace_back(packed.entry(), static_cast<int>(r));
+        std::stable_sort(all.begin(), all.end(),
+                         [](const auto& a, const auto& b) { return comes_first(a.first.tensor, b.first.tensor); });
+        pieces.emplace(here, all);
+      });
+  }
+  problem = broadcast_object(problem, 0, here.collective);
+  if (!problem && !here.leads()) Pieces::send(here, collected.own);
   const auto conclusion = conclude(here, options, [&](Conclusion& said) {
-    said.problem = problem_among(parts);
+    said.problem = problem;
     if (said.problem) return;
+    Entries entries;
+    for (auto& [entry, rank] : all) entries.push_back(std::move(entry));
     said.problem = problem_of([&] {
-      check_folder(here);
-      Entries all = collected.shared;
-      for (const auto& part : parts)
-        for (const auto& packed : part.entries) all.push_back(packed.entry());
-      write_container(here.folder.snapshot(options.steps), about_all(here, options), all);
+      write_container(here.folder.snapshot(options.steps), about_all(here, options), std::move(entries),
+                      [&](const Entry&, const auto& take) { pieces->fetch_next(take); });
     });
+    pieces->skip_rest();
   });
   return conclusion.problem;
 }

@@ -1,5 +1,6 @@
 // Snapshots of sharded models and their optimizers: each rank stores what it owns, and gets what it needs.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/nn.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -9,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -420,8 +422,40 @@ TEST(FsdpSnapshot, SafetensorsFiles) {
   fs::remove_all(folder);
 }
 
-// A rank needs memory for the part that it has read and for what it owns, not for the model.
-TEST(FsdpSnapshotProcess, RestoringNeedsNoMemoryForWhatOthersOwn) {
+// The others send what they own, whether rank 0 can write it or not.
+TEST(FsdpSnapshotProcess, OneFileThatCannotBeWritten) {
+  const auto folder = folder_for("full-disk");
+  const auto ends = in_processes({"a", "a", "a"}, [&](World& world) {
+    const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(8, {});
+    auto model = fully_shard(net);
+    std::optional<Snapshot> snapshot(std::in_place, SnapshotOptions{.folder = folder, .default_generator = false});
+    snapshot->add("model", net);
+    snapshot->restore();
+    rlimit before{};
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    if (world.rank() == 0) {
+      std::signal(SIGXFSZ, SIG_IGN);
+      const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = before.rlim_max};
+      ::setrlimit(RLIMIT_FSIZE, &limit);
+    }
+    const std::string what = message_of<Unavailable>([&] { snapshot->save(1); });
+    EXPECT_CONTAINS(what, "step-1.snapshot.safetensors");
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    snapshot->save(2);
+    snapshot.emplace(SnapshotOptions{.folder = folder, .default_generator = false});
+    snapshot->add("model", *alone);
+    EXPECT_EQ(snapshot->restore(), 2);
+    model.synchronize();
+    expect_equal(*alone, *net);
+    model.synchronize();
+    return std::string("done");
+  });
+  for (const auto& end : ends) EXPECT_EQ(end.said, "done");
+  fs::remove_all(folder);
+}
+
+// A rank needs memory for a few MiB to save, and to restore for the part that it has read and for what it owns.
+TEST(FsdpSnapshotProcess, NeedsNoMemoryForWhatOthersOwn) {
   struct Wide : nn::Module {
     nn::Sequential layers = register_module("layers", nn::Sequential());
     Wide() {
@@ -442,7 +476,8 @@ TEST(FsdpSnapshotProcess, RestoringNeedsNoMemoryForWhatOthersOwn) {
         if (!again) {
           model.forward(torch::ones({2, 1024})).sum().backward();
           optimizer.step();
-          snapshot.save(1);
+          const size_t peak = peak_of([&] { snapshot.save(1); });
+          EXPECT_LT(peak, kAll / 4) << "rank " << world.rank();  // no rank collects what the others have
           return std::string("done");
         }
         const size_t peak = peak_of([&] { EXPECT_EQ(snapshot.restore(), 1); });
