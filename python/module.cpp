@@ -20,13 +20,16 @@ using std::chrono::milliseconds;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 BackendPtr create_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, milliseconds timeout,
-                          const std::string& name) {
-  return muster::create_process_group_backend(store, rank, size, {.timeout = timeout, .name = name});
+                          const std::string& name, const std::vector<int>& global_ranks) {
+  return muster::create_process_group_backend(store, rank, size,
+                                              {.timeout = timeout, .name = name, .global_ranks = global_ranks});
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                            int size, milliseconds timeout, const std::string& name) {
-  return muster::create_process_group(store, rank, size, {.timeout = timeout, .name = name});
+                                                            int size, milliseconds timeout, const std::string& name,
+                                                            const std::vector<int>& global_ranks) {
+  return muster::create_process_group(store, rank, size,
+                                      {.timeout = timeout, .name = name, .global_ranks = global_ranks});
 }
 
 void monitored_barrier(const BackendPtr& backend, milliseconds timeout, bool wait_all_ranks) {
@@ -84,9 +87,10 @@ PYBIND11_MODULE(_muster, module) {
       [](void* held) { PyEval_RestoreThread(static_cast<PyThreadState*>(held)); });
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   module.def("create_backend", &create_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("timeout") = milliseconds(300'000), py::arg("name") = "world", no_gil);
+             py::arg("timeout") = milliseconds(300'000), py::arg("name") = "world",
+             py::arg("global_ranks") = std::vector<int>(), no_gil);
   module.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("timeout"), py::arg("name"), no_gil);
+             py::arg("timeout"), py::arg("name"), py::arg("global_ranks") = std::vector<int>(), no_gil);
   module.def("empty", &empty, py::arg("size"), py::arg("dtype"), no_gil);
   module.def("is_on_heap", &is_on_heap, py::arg("tensor"));
   module.def(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,7 +33,8 @@ except ImportError as error:
                           f"{error}. Install it again with this Python.") from error
     raise ImportError(f"Muster's module cannot be loaded: {error}. If it lacks a library, install that; if it lacks "
                       "_muster, install Muster with this Python.") from error
-if torch.__version__.split("+")[0] != _muster.torch_version:  # also if all symbols are there, classes may differ
+# Also if all symbols are there, classes may differ. The module knows no suffix, as in "2.14.0a0+git1234567".
+if re.split(r"[^0-9.]", torch.__version__)[0].rstrip(".") != _muster.torch_version:
     raise ImportError(f"Muster's module was built for torch {_muster.torch_version}, and this is torch "
                       f"{torch.__version__}. Install it again with this Python.")
 _muster.set_torch_folder(os.path.dirname(torch.__file__) + os.sep)
@@ -143,7 +145,8 @@ def _create(options: dist.distributed_c10d._DistributedBackendOptions,
     wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL
     _leave_at_the_end()
     create = _muster.create_process_group if alone and not wrapped else _muster.create_backend
-    return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+    return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
+                  list(options.global_ranks_in_group or ()))
 
 
 def _leave() -> None:
@@ -157,3 +160,18 @@ def _leave() -> None:
 # `devices` says what the backend can do; gloo remains the default for CPU tensors.
 dist.Backend.register_backend("muster", _create, extended_api=True, devices=["cpu"])
 atexit.register(_leave)
+
+
+def _create_for_dist2(store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device,
+                      **options: object) -> dist.ProcessGroup:
+    """torch.distributed._dist2.new_group() calls it."""
+    if options or device.type != "cpu":
+        raise ValueError(f"muster: expected the device cpu and no options, got {device} and {sorted(options)}")
+    return create_process_group(store, rank, world_size, timeout)
+
+
+try:
+    from torch.distributed import _dist2
+    _dist2.register_backend("muster", _create_for_dist2)
+except (ImportError, AttributeError):  # an experiment of torch's, which other versions may lack
+    pass

@@ -260,16 +260,6 @@ class Movement(Case):
 
         self.assertEqual(run(2, body), [[{"a": 1}, [2, 3]]] * 2)
 
-
-def staged_bytes() -> int:
-    """How much memory this process's groups have taken. A tensor that is not on a heap makes a rank take its staging."""
-    taken = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{descriptor}"
-        if "memfd:muster-group" in (os.readlink(path) if os.path.islink(path) else ""):
-            taken += os.stat(path).st_blocks * 512
-    return taken
-
     def test_a_message_that_does_not_fit_names_the_line_of_its_recv(self):
         def body(rank):
             if rank == 1:
@@ -280,6 +270,16 @@ def staged_bytes() -> int:
         for text in run(2, body):
             self.assertIn("recv on rank 1 (collectives_test.py:", text)
             self.assertIn("but rank 0 sent 3 x Float (12 bytes)", text)
+
+
+def staged_bytes() -> int:
+    """How much memory this process's groups have taken. A tensor that is not on a heap makes a rank take its staging."""
+    taken = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{descriptor}"
+        if "memfd:muster-group" in (os.readlink(path) if os.path.islink(path) else ""):
+            taken += os.stat(path).st_blocks * 512
+    return taken
 
 
 class Heap(Case):

@@ -17,7 +17,7 @@ function(muster_python_test name)
     LABELS "python$<$<BOOL:${arg_full}>:;full>" TIMEOUT ${MUSTER_TEST_TIMEOUT} SKIP_RETURN_CODE 77
     ENVIRONMENT "PYTHONPATH=${PROJECT_BINARY_DIR}/python;OMP_NUM_THREADS=1;MUSTER_COMMAND=$<TARGET_FILE:muster_command>;MUSTER_BUILD_DIR=${PROJECT_BINARY_DIR}")
 endfunction()
-muster_python_test(operations FILES backend_test collectives_test processes_test)
+muster_python_test(operations FILES backend_test collectives_test interface_test lost_test processes_test)
 muster_python_test(models FILES models_test ways_test training_test)
 muster_python_test(launchers COMMAND launchers_test.py)
 # See --slow in discover.py. The second one begins later, when the first has

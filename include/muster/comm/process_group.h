@@ -29,6 +29,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "muster/comm/heap.h"
 
@@ -43,6 +44,8 @@ namespace muster {
 struct ProcessGroupOptions {
   std::chrono::milliseconds timeout{300'000};  // of the start, and of each operation without a timeout of its own
   std::string name = "world";                  // for messages
+  // By rank in the group: the rank in the job, by which messages name it. Empty: the same.
+  std::vector<int> global_ranks = {};
 };
 
 // Waits for all ranks. Throws c10::ValueError and c10::DistBackendError.

@@ -150,6 +150,9 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
   try {
     if (size < 1 || rank < 0 || rank >= size)
       throw InvalidArgument(text("rank: expected 0 to ", size - 1, " in a group of ", size, ", got ", rank));
+    if (!options.global_ranks.empty() && options.global_ranks.size() != static_cast<size_t>(size))
+      throw InvalidArgument(
+          text("global_ranks: expected one for each of ", size, " ranks, got ", options.global_ranks.size()));
     const std::shared_ptr<Store> ours = from_c10d(store);
     comm::Memberships& memberships = comm::Memberships::instance();
     const std::string prefix = text("muster/group/", ours->add(text("muster/groups/", rank), 1));
@@ -171,14 +174,19 @@ c10::intrusive_ptr<c10d::Backend> create_process_group_backend(const c10::intrus
                      .rank = rank,
                      .size = size,
                      .timeout = options.timeout,
-                     .members = comm::meet_members(*ours, prefix, rank, size, comm::host_identity(), deadline)};
+                     .members = comm::meet_members(*ours, prefix, rank, size, comm::host_identity(), deadline),
+                     .global_ranks = options.global_ranks,
+                     .shown_ranks = options.global_ranks};
     std::tie(context.host.local_ranks, context.host.cores) = memberships.crowd(
         comm::ranks_of_host(context.group.members, rank), comm::cores_of_host(context.group.members, rank));
     context.host.heaps = comm::exchange_memory(*ours, prefix + "/heaps", rank, context.group.members,
                                                context.host.arena->fd(), deadline);
     // All ranks have read who the others are: otherwise they could not have exchanged their heaps.
     if (rank == 0 && comm::on_one_host(context.group.members)) comm::forget_members(*ours, prefix, size);
+    const bool on_one_host = comm::on_one_host(context.group.members);
     auto backend = comm::create_backend("auto", context);
+    // Over several hosts, when all are connected.
+    if (rank == 0 && !on_one_host) comm::forget_members(*ours, prefix, size);
     memberships.add(backend);
     return backend;
   } catch (const Error&) {

@@ -109,6 +109,10 @@ class Backend : public c10d::Backend {
   // compares it before each, so it does not depend on how many of them are complete.
   uint64_t getSequenceNumberForGroup() override { return called_.load(std::memory_order_relaxed); }
   void setSequenceNumberForGroup() override {}
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(getBackendName(), timeout());
+  }
+  void enableCollectivesTiming() override {}  // stats() and the profiler have it
 
  protected:
   bool for_pytorch_ = false;  // c10d's interface throws c10d's errors
