@@ -1,6 +1,7 @@
 // Steps of a transformer whose ranks share one model: muster run -n 2 bench_fsdp [--sync fsdp|full|ddp|barrier|none].
 // One JSON object: milliseconds per step, and the memory of the host: each process's private pages and its share of the
-// pages that several map (PSS), summed; peak_mib: the largest resident sets, summed, where shared pages count for each.
+// pages that several map (PSS), summed, and that of the rank that has most; peak_mib: the largest resident sets, summed,
+// where shared pages count for each. With --vocabulary, an embedding comes first; --rows: its rows have owners.
 // With `barrier`, a barrier after each step is all that connects the ranks, and each rank updates all parameters. The
 // data are random: the time of a step does not depend on the values. With --device, `fsdp` keeps parameters and states
 // on the CPU and computes on the device (device_mib: the most that this rank had there), and `none` has everything
@@ -53,12 +54,16 @@ int main(int argc, char** argv) {
   app.add_option("--threads", threads, "of the CPU's operators, per rank");
   std::vector<std::string> kept;
   app.add_option("--keep", kept, "with --checkpoint: operators whose results are kept, such as aten::addmm");
+  int64_t vocabulary = 0;
+  double rows_mb = 0;
+  app.add_option("--vocabulary", vocabulary, "words of an embedding of width 512; 0: there is none");
+  app.add_option("--rows", rows_mb, "parameters above this many MiB are owned by rows; 0: none is");
   CLI11_PARSE(app, argc, argv);
 
   at::set_num_threads(threads);
   auto world = muster::init();
   torch::manual_seed(0);
-  const auto net = std::make_shared<Net>(blocks);
+  const auto net = std::make_shared<Net>(blocks, vocabulary);
   const torch::Device device(device_name);
   if (sync != "fsdp" && sync != "full") net->to(device);
   if (checkpointed) net->checkpoint.emplace();
@@ -78,10 +83,12 @@ int main(int argc, char** argv) {
       return dynamic_cast<const torch::nn::TransformerEncoderLayerImpl*>(&module) != nullptr;
     };
   }
+  if (rows_mb > 0) options.divide_above_mb = rows_mb;
   if (sync == "fsdp" || sync == "full") fsdp = std::make_unique<muster::FullyShardedDataParallel<Net>>(net, options);
-  muster::AdamW optimizer(net->parameters(), {.lr = 1e-4});
+  muster::AdamW optimizer(fsdp ? fsdp->parameters() : net->parameters(), {.lr = 1e-4});
   torch::manual_seed(5 + world.rank());
-  const auto x = torch::randn({length, batch, 512}).to(device);
+  const auto x =
+      (vocabulary > 0 ? torch::randint(vocabulary, {length, batch}) : torch::randn({length, batch, 512})).to(device);
 
   constexpr int kWarmup = 2;
   double loss_of_last = 0;
@@ -102,19 +109,22 @@ int main(int argc, char** argv) {
   const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / steps;
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
-  auto memory =
-      torch::tensor({bench::proportional_set_size(), static_cast<double>(usage.ru_maxrss) / 1024}, torch::kDouble);
+  const double of_rank = bench::proportional_set_size();
+  auto memory = torch::tensor({of_rank, static_cast<double>(usage.ru_maxrss) / 1024}, torch::kDouble);
+  auto most = torch::tensor({of_rank}, torch::kDouble);
   muster::all_reduce(memory);
+  muster::all_reduce(most, {.op = muster::ReduceOp::MAX});
   muster::barrier();
   if (world.rank() == 0) {
     int64_t parameters = 0;
     for (const auto& parameter : net->parameters()) parameters += parameter.numel();
     std::printf(
-        R"({"bench": "fsdp", "impl": "muster-%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
-        R"("host_mib": %.0f, "peak_mib": %.0f, %s"loss": %.6f})"
+        R"({"bench": "fsdp", "impl": "muster-%s%s%s%s", "ranks": %d, "parameters": %lld, "tokens": %d, "ms": %.1f, )"
+        R"("vocabulary": %lld, "host_mib": %.0f, "rank_mib": %.0f, "peak_mib": %.0f, %s"loss": %.6f})"
         "\n",
         sync.c_str(), mixed ? "-mixed" : "", checkpointed ? kept.empty() ? "-checkpoint" : "-checkpoint-keep" : "",
-        world.world_size(), static_cast<long long>(parameters), batch * length, ms, memory[0].item<double>(),
-        memory[1].item<double>(), of_device(device).c_str(), loss_of_last);
+        rows_mb > 0 ? "-rows" : "", world.world_size(), static_cast<long long>(parameters), batch * length, ms,
+        static_cast<long long>(vocabulary), memory[0].item<double>(), most.item<double>(), memory[1].item<double>(),
+        of_device(device).c_str(), loss_of_last);
   }
 }

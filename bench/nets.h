@@ -51,13 +51,15 @@ struct ResNet18 final : Net {  // 11.17 million parameters, 45 MB of gradients
 // Encoder layers of 3.15 million parameters each. Eight have 25.2 million, 101 MB of gradients. From [length, n, 512]
 // to the same shape.
 struct Transformer final : Net {
-  explicit Transformer(int blocks = 8) {
+  explicit Transformer(int blocks = 8, int64_t vocabulary = 0) {
+    if (vocabulary > 0) words = register_module("words", torch::nn::Embedding(vocabulary, 512));
     for (int i = 0; i < blocks; ++i)
       layers->push_back(torch::nn::TransformerEncoderLayer(
           torch::nn::TransformerEncoderLayerOptions(512, 8).dim_feedforward(2048).dropout(0.0)));
     register_module("layers", layers);
   }
   torch::Tensor forward(torch::Tensor x) override {
+    if (words) x = words(x);
     for (const auto& layer : *layers) {
       const auto run = [&](const torch::Tensor& y) {
         return layer->as<torch::nn::TransformerEncoderLayer>()->forward(y);
@@ -66,6 +68,7 @@ struct Transformer final : Net {
     }
     return x;
   }
+  torch::nn::Embedding words = nullptr;  // if there is a vocabulary: inputs are words
   torch::nn::ModuleList layers;
   std::optional<muster::ActivationCheckpointOptions> checkpoint;  // set: activations are computed again in backward()
 };

@@ -28,6 +28,7 @@ parser.add_argument("--mixed", action="store_true", help="compute in bfloat16, w
 parser.add_argument("--checkpoint", action="store_true", help="compute activations again in backward")
 parser.add_argument("--device", default="cpu", help="that computes")
 parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--vocabulary", type=int, default=0, help="words of an embedding of width 512; 0: there is none")
 args = parser.parse_args()
 if args.backend == "muster":
     import muster  # noqa: F401, registers the backend
@@ -38,6 +39,8 @@ dist.init_process_group("cuda:nccl,cpu:" + args.backend if on_device else args.b
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = transformer(args.blocks)
+if args.vocabulary:
+    net.insert(0, torch.nn.Embedding(args.vocabulary, 512))
 parameters = sum(p.numel() for p in net.parameters())
 if not args.no_sync:
     local = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -52,7 +55,8 @@ elif on_device:
     net.to(args.device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=on_device)
 torch.manual_seed(5 + rank)
-x = torch.randn(args.length, args.batch, 512).to(args.device)
+shape = (args.length, args.batch)
+x = (torch.randint(args.vocabulary, shape) if args.vocabulary else torch.randn(*shape, 512)).to(args.device)
 WARMUP = 2
 for step in range(args.steps + WARMUP):
     if step == WARMUP:
@@ -62,7 +66,7 @@ for step in range(args.steps + WARMUP):
     y = x
     if args.checkpoint:
         for layer in net:
-            y = checkpoint(layer, y, use_reentrant=False)
+            y = checkpoint(layer, y, use_reentrant=False) if y.is_floating_point() else layer(y)
     else:
         y = net(x)
     loss = y.float().square().mean()
@@ -72,10 +76,13 @@ for step in range(args.steps + WARMUP):
         loss.item()  # as ../fsdp.cpp
 dist.barrier()
 ms = (time.perf_counter() - start) / args.steps * 1e3
-memory = torch.tensor([proportional_set_size(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024], dtype=torch.float64)
+of_rank = proportional_set_size()
+memory = torch.tensor([of_rank, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024], dtype=torch.float64)
 dist.all_reduce(memory)
+most = torch.tensor([of_rank], dtype=torch.float64)
+dist.all_reduce(most, op=dist.ReduceOp.MAX)
 if rank == 0:
     impl = ("fsdp2-" + args.backend + ("-hybrid" if args.hybrid else "") if not args.no_sync else "pytorch-none") + ("-mixed" if args.mixed else "") + ("-checkpoint" if args.checkpoint else "")
     device = {"device": args.device, "device_mib": torch.cuda.max_memory_allocated() >> 20} if on_device else {}
-    print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "tokens": args.batch * args.length, "ms": round(ms, 1), "host_mib": round(memory[0].item()), "peak_mib": round(memory[1].item()), **device, "loss": round(loss.item(), 6)}), flush=True)
+    print(json.dumps({"bench": "fsdp", "impl": impl, "ranks": world, "parameters": parameters, "tokens": args.batch * args.length, "ms": round(ms, 1), "vocabulary": args.vocabulary, "host_mib": round(memory[0].item()), "rank_mib": round(most.item()), "peak_mib": round(memory[1].item()), **device, "loss": round(loss.item(), 6)}), flush=True)
 dist.destroy_process_group()
