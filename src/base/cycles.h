@@ -40,8 +40,8 @@ class CycleLength {
 };
 
 // Clock::now() by means of cycles(), at a third of its cost: each thread reads the clock itself once in ten
-// milliseconds, and in between adds the cycles since then. Off by less than a microsecond, and may step back by as
-// much.
+// milliseconds, and in between adds the cycles since then. Off by less than a microsecond, or by five while the
+// system's clock is being adjusted; may step back by as much.
 class FastClock {
  public:
   static Clock::time_point now() {

@@ -36,6 +36,8 @@ size_t Arena::committed() const {
 
 void* Arena::allocate(size_t bytes) {
   if (fork_count() != forks_) throw Aborted("the heap belongs to the process that this one was forked from");
+  if (bytes > capacity_)
+    throw Unavailable(text("the shared heap has no room for ", bytes, " bytes"), "Raise WorldOptions::heap_capacity");
   // Large runs start and end on pages, so that two ranks' copies never share a page and trim() finds whole pages.
   const size_t size = round_up(std::max<size_t>(bytes, 1), bytes >= kLarge ? page_size() : kAlignment);
   const size_t alignment = bytes >= kLarge ? page_size() : kAlignment;

@@ -133,7 +133,11 @@ bool send_message(int socket, std::string_view bytes, const std::vector<int>& fd
 struct Message {
   std::string bytes;
   std::vector<UniqueFd> fds;
+  bool is_cut = false;  // it had more bytes or descriptors
 };
+[[noreturn]] void throw_cut() {
+  throw Unavailable("a rank's descriptors did not fit", "Raise the limit on open files (ulimit -n)");
+}
 
 // nullopt: the peer is gone. The socket must be readable.
 std::optional<Message> receive_message(int socket) {
@@ -162,8 +166,7 @@ std::optional<Message> receive_message(int socket) {
     }
   }
   if (got == 0) return std::nullopt;
-  if (message.msg_flags & (MSG_CTRUNC | MSG_TRUNC))
-    throw Unavailable("a rank's descriptors did not fit", "Raise the limit on open files (ulimit -n)");
+  result.is_cut = (message.msg_flags & (MSG_CTRUNC | MSG_TRUNC)) != 0;
   result.bytes.resize(static_cast<size_t>(got));
   return result;
 }
@@ -274,6 +277,7 @@ class Hub {
       return;
     }
     if (acceptance.nonce != nonce_) return;
+    if (message->is_cut) throw_cut();
     const int rank = acceptance.rank, size = acceptance.size;
     if (size != size_ || rank < 1 || rank >= size_ || sockets_[rank]) {
       const std::string why = size != size_ ? text("rank ", known_.called(rank), " expects a group of ", size,
@@ -368,6 +372,7 @@ Message next_message(int socket, Deadline deadline, const KnownRanks& known, con
                        {known.called(0)}, "Look at its standard error");
   auto message = receive_message(socket);
   if (!message) throw_hub_left(known);
+  if (message->is_cut) throw_cut();
   return std::move(*message);
 }
 

@@ -233,6 +233,17 @@ TEST_P(AnySource, AMessageThatDoesNotFitIsAMismatch) {
     });
 }
 
+// A rank alone in its group waits for nobody in particular.
+TEST_P(AnySource, AloneItTimesOut) {
+  run(2, [](World& world) {
+    const Group alone = world.group().split(world.rank());
+    const auto said = message_of<TimeoutError>(
+        [&] { recv(number(0), kAnySource, {.group = alone, .timeout = std::chrono::milliseconds(20)}); });
+    EXPECT_CONTAINS(said, "timed out");
+    EXPECT_EQ(said.find("waiting for  "), std::string::npos) << said;
+  });
+}
+
 // When all others have gone, what they sent can still be received, and later receives do not wait.
 TEST_P(AnySource, AfterTheOthersHaveLeft) {
   run(3, [](World& world) {

@@ -107,6 +107,57 @@ TEST_P(Forms, OutputsMayOverlapTheInput) {
   });
 }
 
+// Shifted by one element, so that what comes overwrites what has yet to go.
+TEST_P(Forms, OutputsMayBeTheInputShifted) {
+  constexpr int kRanks = 3;
+  run(kRanks, [](World& world) {
+    const int me = world.rank();
+    for (const int64_t count : {5, 3'000, 40'000})
+      for (const bool on_heap : {false, true}) {
+        SCOPED_TRACE(testing::Message() << count << (on_heap ? " on the heap" : ""));
+        const int64_t all = kRanks * count;
+        const auto line_of = [&](int r) { return at::arange(all + 1, at::kFloat).remainder(50) + 100 * r; };
+        const at::Tensor memory = on_heap ? world.heap().zeros({all + 1}) : at::zeros({all + 1});
+        const at::Tensor whole = memory.narrow(0, 0, all), later = memory.narrow(0, 1, all);
+        const auto part = [&](const at::Tensor& of, int r) { return of.narrow(0, r * count, count); };
+
+        memory.copy_(line_of(me));
+        all_gather_into_tensor(whole, part(later, 0));
+        for (int r = 0; r < kRanks; ++r)
+          EXPECT_TRUE(at::equal(part(whole, r), line_of(r).narrow(0, 1, count))) << "part " << r;
+
+        memory.copy_(line_of(me));
+        reduce_scatter_tensor(part(later, 0), whole);
+        at::Tensor sum = at::zeros({count});
+        for (int r = 0; r < kRanks; ++r) sum += part(line_of(r), me);
+        EXPECT_TRUE(at::equal(part(later, 0), sum));
+
+        memory.copy_(line_of(me));
+        all_to_all_single(later, whole);
+        for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(at::equal(part(later, r), part(line_of(r), me))) << "part " << r;
+
+        // Parts of different sizes: rank r's has r elements more.
+        const auto begin = [&](int r) { return r * (count - 2) + r * (r - 1) / 2; };
+        const auto unequal = [&](const at::Tensor& of) {
+          std::vector<at::Tensor> parts;
+          for (int r = 0; r < kRanks; ++r) parts.push_back(of.narrow(0, begin(r), count - 2 + r));
+          return parts;
+        };
+        memory.copy_(line_of(me));
+        all_gather(unequal(whole), memory.narrow(0, 2, count - 2 + me));
+        for (int r = 0; r < kRanks; ++r)
+          EXPECT_TRUE(at::equal(unequal(whole)[static_cast<size_t>(r)], line_of(r).narrow(0, 2, count - 2 + r))) << r;
+
+        memory.copy_(line_of(me));
+        const at::Tensor mine = memory.narrow(0, 1, count - 2 + me);
+        reduce_scatter(mine, unequal(whole));
+        sum = at::zeros({count - 2 + me});
+        for (int r = 0; r < kRanks; ++r) sum += line_of(r).narrow(0, begin(me), count - 2 + me);
+        EXPECT_TRUE(at::equal(mine, sum));
+      }
+  });
+}
+
 // A rank whose parts are equal among ranks whose parts are not.
 TEST_P(Forms, UnequalOnSomeRanksIsMismatch) {
   run(2, [](World& world) {

@@ -122,6 +122,31 @@ TEST_P(Functional, DerivativesOfTwoOrders) {
   }
 }
 
+// Their gradients are conjugated only when they are read.
+TEST_P(Functional, ComplexNumbers) {
+  run(2, [](World& world) {
+    const auto check = [&](const char* what, const std::function<at::Tensor(const at::Tensor&)>& fn, double expected) {
+      SCOPED_TRACE(what);
+      const at::Tensor x =
+          at::full({2, 2}, c10::complex<double>(1, world.rank() + 1), at::kComplexDouble).set_requires_grad(true);
+      at::imag(fn(x).conj()).sum().backward();
+      // Of -imag(x): -i, from each place to which it goes.
+      EXPECT_TRUE(at::allclose(x.grad(), at::full({2, 2}, c10::complex<double>(0, -expected), at::kComplexDouble)))
+          << x.grad();
+    };
+    check(
+        "all_gather", [](const auto& x) { return functional::all_gather(x); }, 2);
+    check(
+        "reduce_scatter", [](const auto& x) { return functional::reduce_scatter(x); }, 1);
+    check(
+        "all_to_all", [](const auto& x) { return functional::all_to_all(x); }, 1);
+    check(
+        "all_reduce", [](const auto& x) { return functional::all_reduce(x); }, 2);
+    check(
+        "of a conjugate", [](const auto& x) { return functional::all_gather(x.conj()).conj(); }, 2);
+  });
+}
+
 // Rank 0 sends; rank 1 computes with what it receives and its own input.
 TEST_P(Functional, SendAndReceive) {
   run(2, [](World& world) {

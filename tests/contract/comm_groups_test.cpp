@@ -4,6 +4,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <barrier>
@@ -355,6 +357,70 @@ TEST_P(Groups, AnOperationGoesOnWhenTheLastHandleGoes) {
 }
 
 // Code for c10d uses a group as a c10d::Backend.
+// Also groups whose last handle is gone while an operation is under way.
+TEST_P(Groups, AnAbortReachesThoseWithoutAHandle) {
+  run(2, [](World& world) {
+    std::optional<Group> group(world.new_group({0, 1}));
+    if (world.rank() == 1) {
+      world.store().get("aborted", patience());
+      return;
+    }
+    Work work = all_reduce_async(at::ones({2}), {.group = *group});
+    group.reset();
+    world.abort("enough");
+    EXPECT_CONTAINS(message_of<Aborted>([&] { work.wait(); }), "enough");
+    world.store().set("aborted", "1");
+  });
+}
+
+// The memory of a tensor that no peer can be writing to is free when the operation has failed.
+TEST_P(Groups, OperationsOfAFailedGroupCostNoMemory) {
+  run(2, [](World& world) {
+    const Group group = world.new_group({0, 1});
+    barrier({.group = group});
+    if (world.rank() == 0) comm::backend_of(group).abort();
+    EXPECT_THROW(barrier({.group = group}), Aborted);
+    const size_t before = world.heap().used();
+    for (int i = 0; i < 10; ++i) {
+      const at::Tensor t = world.heap().zeros({10'000});
+      EXPECT_THROW(all_reduce(t, {.group = group}), Aborted);
+      EXPECT_THROW(broadcast(t, 0, {.group = group}), Aborted);
+    }
+    EXPECT_EQ(world.heap().used(), before);
+  });
+}
+
+// A fork has copies of the groups, whose memberships are the parent's.
+TEST(GroupsFork, AForkThatDropsAGroupEndsNothing) {
+  const ForkedJob job;
+  ForkedRanks ranks(2, [&](int rank) -> std::string {
+    World world = job.join(rank, 2, {.timeout = kPatience});
+    std::optional<Group> group(world.new_group({0, 1}));
+    const at::Tensor t = world.heap().zeros({10'000}).fill_(1);
+    all_reduce(t, {.group = *group});
+    if (rank == 0) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        group.reset();
+        ::_exit(0);
+      }
+      int status = -1;
+      EXPECT_EQ(::waitpid(child, &status, 0), child);
+      EXPECT_EQ(status, 0);
+      world.store().set("forked", "1");
+    } else {
+      world.store().get("forked", patience());
+    }
+    all_reduce(t, {.group = *group});
+    EXPECT_TRUE(t.eq(4).all().item<bool>());
+    return {};
+  });
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto end = ranks.wait(rank, patience());
+    EXPECT_TRUE(end.exited && end.status == 0) << end.said << ", signal " << end.signal;
+  }
+}
+
 TEST_P(Groups, SpeakC10d) {
   run(2, [](World& world) {
     const auto backend = world.group().c10d_backend();

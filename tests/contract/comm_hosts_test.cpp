@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <future>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/text.h"
 #include "contract/comm_hosts_fixture.h"
@@ -80,6 +82,48 @@ TEST(Hosts, ALeaderThatEndsInALargeBroadcast) {
 }
 
 // Messages from any host, including the receiver's, on hosts of all kinds.
+// A callback of one of them may receive and wait for that: with its own tag, with another one, from a rank or from any.
+TEST(Hosts, CallbacksOfReceivesFromAnybodyMayReceive) {
+  run_on({"a", "a", "b"}, [](World& world) {
+    const Group group = world.group();
+    constexpr int kMessages = 6;
+    if (world.rank() != 0) {
+      for (int i = 0; i < kMessages; ++i) {
+        world.store().get(text("next ", i), patience());
+        if (i % 2 + 1 == world.rank()) send(at::full({3}, i, at::kFloat), 0, {.tag = i < 3 ? 5 : 6});
+      }
+      return;
+    }
+    std::vector<at::Tensor> got;
+    for (int i = 0; i < kMessages; ++i) got.push_back(at::zeros({3}));
+    const auto next = [&](int i) { world.store().set(text("next ", i), ""); };
+    std::promise<void> over;
+    Work first = irecv(got[0], kAnySource, {.tag = 5});
+    first.c10d_work()->getFuture()->addCallback([&](c10::ivalue::Future&) {
+      next(1);
+      recv(got[1], kAnySource, {.tag = 5, .group = group});
+      next(2);
+      irecv(got[2], 1, {.tag = 5, .group = group}).wait();
+      irecv(got[3], kAnySource, {.tag = 6, .group = group})
+          .c10d_work()
+          ->getFuture()
+          ->addCallback([&](c10::ivalue::Future&) {  // in a callback's callback
+            next(4);
+            recv(got[4], kAnySource, {.tag = 6, .group = group});
+            next(5);
+            recv(got[5], kAnySource, {.tag = 6, .group = group});
+            over.set_value();
+          });
+      next(3);
+    });
+    next(0);
+    auto ended = over.get_future();
+    ASSERT_EQ(ended.wait_for(kPatience), std::future_status::ready);
+    for (int i = 0; i < kMessages; ++i)
+      EXPECT_TRUE(got[static_cast<size_t>(i)].eq(i).all().item<bool>()) << got[static_cast<size_t>(i)];
+  });
+}
+
 TEST(Hosts, ReceivesFromAnybody) {
   const std::vector<Hosts> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
   for (const auto& hosts : shapes)

@@ -57,6 +57,21 @@ TEST_P(Messages, EverySize) {
   });
 }
 
+// What is wrong with one of a batch is found before any of it is sent.
+TEST_P(Messages, ABatchThatIsRefusedLeavesNoTrace) {
+  run(2, [](World& world) {
+    const at::Tensor a = at::zeros({3}), b = at::ones({3}), c = at::zeros({3});
+    if (world.rank() == 0) {
+      EXPECT_THROW(batch_isend_irecv({{P2POp::kRecv, a, 1}, {P2POp::kSend, b, 99}}), InvalidArgument);
+      recv(c, 1);
+      EXPECT_TRUE(a.eq(0).all().item<bool>());
+      EXPECT_TRUE(c.eq(7).all().item<bool>());
+    } else {
+      send(at::full({3}, 7, at::kFloat), 0);
+    }
+  });
+}
+
 TEST_P(Messages, ReceiverFirstAndSenderFirst) {
   run(2, [](World& world) {
     const at::Tensor large = at::ones({300'000});

@@ -217,6 +217,41 @@ TEST_P(Errors, ClosingAbortsWhatIsUnderWay) {
   });
 }
 
+// Whoever needs the rank later learns that it has left, and the others go on exchanging messages.
+TEST_P(Errors, ClosingWhileAnOperationIsUnderWayIsADeparture) {
+  run(3, [this](World& outer) {
+    World world = world_beside(outer);
+    const World::Scope scope(world);
+    if (outer.rank() == 0) {
+      const at::Tensor parts = at::ones({6});
+      const auto unequal = [&] {
+        return std::vector<at::Tensor>{parts.narrow(0, 0, 1), parts.narrow(0, 1, 2), parts.narrow(0, 3, 3)};
+      };
+      Work pending = irecv(at::ones({1}), 1), gathering = all_gather_async(unequal(), at::ones({1}));
+      { const World gone = std::move(world); }
+      for (Work* const work : {&pending, &gathering}) EXPECT_THROW(work->wait(), Aborted);
+      say(outer, "closed");
+      return;
+    }
+    hear(outer, "closed");
+    const at::Tensor t = at::full({2}, 5, at::kFloat);
+    if (outer.rank() == 1)
+      send(t, 2);
+    else
+      recv(t, 1);
+    EXPECT_TRUE(t.eq(5).all().item<bool>());
+    try {
+      all_reduce(t);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const PeerLost& lost) {
+      EXPECT_EQ(lost.rank(), 0) << lost.what();
+      EXPECT_CONTAINS(lost.what(), "left");
+    }
+    say(outer, text("found by ", outer.rank()));
+    hear(outer, text("found by ", 3 - outer.rank()));  // before this one leaves, too
+  });
+}
+
 TEST_P(Errors, ClosingAbortsThoseWhoWaitInOtherThreads) {
   run(2, [this](World& outer) {
     if (outer.rank() == 1) {

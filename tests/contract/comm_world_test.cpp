@@ -283,6 +283,28 @@ TEST(Heap, TensorsOutliveTheWorld) {
   }
 }
 
+// What a storage asks for memory is there as long as the storage.
+TEST(Heap, TensorsMayGrowAfterTheWorld) {
+  at::Tensor grown, emptied;
+  run_threads(1, [&](World& world) {
+    grown = world.heap().zeros({4}).fill_(3);
+    emptied = world.heap().zeros({4});
+  });
+  grown.resize_({1000});
+  EXPECT_TRUE(grown.narrow(0, 0, 4).eq(3).all().item<bool>());
+  emptied.resize_({0});
+  emptied.resize_({1000}).fill_(2);
+  EXPECT_EQ(emptied.sum().item<float>(), 2000);
+}
+
+TEST(Heap, RefusesWhatNoHeapHolds) {
+  run_threads(1, [](World& world) {
+    for (const size_t bytes : {~size_t{0}, ~size_t{0} - 4096, world.heap().capacity() + 1})
+      EXPECT_THROW(world.heap().allocate(bytes), Unavailable);
+    EXPECT_EQ(world.heap().used(), 0U);
+  });
+}
+
 TEST(Heap, FromManyThreads) {
   run_threads(1, [](World& world) {
     std::vector<std::thread> threads;

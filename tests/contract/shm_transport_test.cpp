@@ -329,6 +329,7 @@ TEST(ShmByHand, ABrokenRecordIsItsEnd) {
       {piece({.bytes = 8, .offset = kAll - 3}), "does not lie inside it"},
       {piece({.bytes = (1 << 30) + 1, .where = Where::kMine}), "inside its sender's heap"},
       {piece({.bytes = kAll, .offset = 16, .where = Where::kMine}), "inside its sender's heap"},
+      {piece({.bytes = (1 << 20) + 1, .where = Where::kMine}), "more than 1048576 bytes"},
       {piece({.bytes = 8, .offset = kAll - 3, .where = Where::kMine}), "inside its sender's heap"},
       {piece({.bytes = 8, .token = 99, .where = Where::kYours}), "a block that it does not have"},
       {piece({.bytes = 16'385, .token = 1, .where = Where::kYours}), "a block with other bounds"},
@@ -352,6 +353,7 @@ TEST(ShmByHand, ABrokenRecordIsItsEnd) {
     EXPECT_THAT(peer.receiver.cause(1), testing::HasSubstr(one.cause));
     EXPECT_EQ(peer.receiver.num_got(), 0U);
     EXPECT_THROW(peer.whole().send(1, {}), PeerLost);
+    EXPECT_GE(peer.whole().heap().used(), 16'384U) << "the peer may still read what it was lent";
   }
 }
 

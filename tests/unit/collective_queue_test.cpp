@@ -103,6 +103,25 @@ TEST(CollectiveQueue, WhatComesAfterAJobMayWaitForAnother) {
   EXPECT_EQ(result.get_future().get(), "ran");
 }
 
+// Its owner has left: the job fails, before submit() returns, and no thread keeps a reference to the owner.
+TEST(CollectiveQueue, AfterTheStopAJobRunsWhereItIsSubmitted) {
+  CollectiveQueue queue("test");
+  queue.stop();
+  const auto here = std::this_thread::get_id();
+  std::vector<std::thread::id> ran, after;
+  for (int i = 0; i < 2; ++i)
+    queue.submit(
+        [&](bool) {
+          ran.push_back(std::this_thread::get_id());
+          return true;
+        },
+        [&] { after.push_back(std::this_thread::get_id()); });
+  EXPECT_EQ(ran, (std::vector{here, here}));
+  EXPECT_EQ(after, (std::vector{here, here}));
+  queue.run([&](bool) { ran.clear(); });
+  EXPECT_TRUE(ran.empty());
+}
+
 // A callback may release the last reference to the queue's owner, which stops the queue.
 TEST(CollectiveQueue, StopsInWhatComesAfterAJobAndOutlivesItsOwner) {
   auto queue = std::make_shared<CollectiveQueue>("test");

@@ -261,6 +261,7 @@ TEST(Exchange, StrangersAreDropped) {
   stranger("x");  // is shorter than it says
   stranger(WireWriter().put(std::string_view("a wrong nonce")).put(1).put(2).take());
   stranger(std::string(60'000, '\xff'));
+  stranger(std::string(100'000, 'x'));  // more than a rank may say
   exchange(*store, "meeting", 1, 2, {}, soon());
   hub.join();
 }

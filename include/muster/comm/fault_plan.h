@@ -26,10 +26,12 @@
 namespace muster {
 
 enum class FaultAction : uint8_t {
-  kKill,     // SIGKILL to the rank's own process; a rank that is a thread drops out without a good-bye
-  kStop,     // SIGSTOP to the rank's own process; a rank that is a thread stands still until the group has failed
-  kDelay,    // waits for `delay` first
-  kCorrupt,  // flips a bit of this rank's contribution; the phase does not matter
+  kKill,   // SIGKILL to the rank's own process; a rank that is a thread drops out without a good-bye
+  kStop,   // SIGSTOP to the rank's own process; a rank that is a thread stands still until the group has failed
+  kDelay,  // waits for `delay` first
+  // Flips a bit of this rank's contribution; the phase does not matter. Not of one above 4 KiB that peers read on the
+  // heap, except in all_reduce and reduce.
+  kCorrupt,
 };
 
 enum class FaultPhase : uint8_t {

@@ -50,6 +50,7 @@ class Heap final : public c10::Allocator {
   explicit Heap(std::shared_ptr<shm::Arena> arena);
 
   std::shared_ptr<shm::Arena> arena_;
+  c10::Allocator* for_tensors_;  // lives for ever
 };
 
 }  // namespace muster

@@ -69,6 +69,9 @@ at::Tensor record(const at::Tensor& input, Map forward, Map backward) {
       false);
 }
 
+// Also of a tensor that is conjugated or negated only when it is read, as gradients of complex functions are.
+at::Tensor values_of(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg(); }
+
 std::vector<int64_t> with_rows(const at::Tensor& tensor, int64_t rows) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   sizes.at(0) = rows;
@@ -149,7 +152,7 @@ at::Tensor all_gather(const at::Tensor& input, const CollectiveOptions& given, c
       input,
       [=](const at::Tensor& x) {
         const at::Tensor all = at::empty(with_rows(x, x.size(0) * options.group.size()), x.options());
-        muster::all_gather_into_tensor(all, x.detach(), options, site);
+        muster::all_gather_into_tensor(all, values_of(x), options, site);
         return all;
       },
       [=](const at::Tensor& gradient) {
@@ -169,7 +172,7 @@ at::Tensor reduce_scatter(const at::Tensor& input, const ReduceOptions& given, c
       input,
       [=](const at::Tensor& x) {
         const at::Tensor mine = at::empty(with_rows(x, x.size(0) / options.group.size()), x.options());
-        muster::reduce_scatter_tensor(mine, x.detach().contiguous(), options, site);
+        muster::reduce_scatter_tensor(mine, values_of(x).contiguous(), options, site);
         return mine;
       },
       [=](const at::Tensor& gradient) {
@@ -190,7 +193,7 @@ at::Tensor all_to_all(const at::Tensor& input, const AllToAllOptions& given, con
         int64_t rows = options.output_splits.empty() ? x.size(0) : 0;
         for (const int64_t split : options.output_splits) rows += split;
         const at::Tensor output = at::empty(with_rows(x, rows), x.options());
-        muster::all_to_all_single(output, x.detach().contiguous(), options, site);
+        muster::all_to_all_single(output, values_of(x).contiguous(), options, site);
         return output;
       },
       [back, site](const at::Tensor& gradient) { return functional::all_to_all(gradient, back, site); });
@@ -201,7 +204,7 @@ at::Tensor send(const at::Tensor& input, int dst, const MessageOptions& given, c
   return record(
       input,
       [=](const at::Tensor& x) {
-        muster::send(x.detach(), dst, options, site);
+        muster::send(values_of(x), dst, options, site);
         return at::zeros({}, x.options());
       },
       // The gradient that comes back depends on `x`, on the other rank. Autograd must know that for higher orders.

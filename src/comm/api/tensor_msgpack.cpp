@@ -28,12 +28,17 @@ at::Tensor tensor_like(int64_t dtype, const std::vector<int64_t>& sizes, uint64_
   uint64_t numel = 1;
   for (const int64_t size : sizes)
     if (size < 0 || __builtin_mul_overflow(numel, static_cast<uint64_t>(size), &numel)) return {};
+  const auto type = static_cast<at::ScalarType>(dtype);
   try {
-    const auto type = static_cast<at::ScalarType>(dtype);
     if (const uint64_t item = c10::elementSize(type); numel > UINT64_MAX / item || numel * item != bytes) return {};
-    return at::empty(sizes, type);
+    at::empty({0}, type);
   } catch (const c10::Error&) {  // dense tensors cannot have this dtype
     return {};
+  }
+  try {
+    return at::empty(sizes, type);
+  } catch (const c10::Error&) {
+    throw Unavailable(text("there is no memory for a tensor of ", bytes, " bytes that an object has"));
   }
 }
 

@@ -1,5 +1,6 @@
 #include "comm/kit/collective_queue.h"
 
+#include <exception>
 #include <utility>
 
 #include "base/text.h"
@@ -14,11 +15,19 @@ thread_local Deadline patience = Deadline::never();
 
 Deadline CollectiveQueue::patience_of_this_thread() { return patience; }
 
-void CollectiveQueue::submit(Job job, After after) { add({.job = std::move(job), .after = std::move(after)}); }
+void CollectiveQueue::submit(Job job, After after) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!stop_) return add({.job = std::move(job), .after = std::move(after)}, /*runs_on_a_thread=*/true);
+  }
+  bool more = false;
+  run([&](bool) { more = job(false); });
+  job = nullptr;
+  if (more) after();
+}
 
-void CollectiveQueue::add(Queued job) {
-  const std::lock_guard lock(mutex_);
-  have_free_thread();
+void CollectiveQueue::add(Queued job, bool runs_on_a_thread) {
+  if (runs_on_a_thread) have_free_thread();
   jobs_.push_back(std::move(job));
   want();
   wake_.notify_one();
@@ -33,15 +42,19 @@ void CollectiveQueue::have_free_thread() {
 void CollectiveQueue::run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline,
                                   const std::function<void()>& late, std::chrono::nanoseconds slack) {
   std::atomic<bool> begun = false, finished = false;
-  add({.job =
-           [&](bool by_waiter) {
-             begun = true;
-             job(by_waiter);
-             finished = true;
-             return false;
-           },
-       .after = nullptr,
-       .owner = &begun});
+  {
+    const std::lock_guard lock(mutex_);
+    add({.job =
+             [&](bool by_waiter) {
+               begun = true;
+               job(by_waiter);
+               finished = true;
+               return false;
+             },
+         .after = nullptr,
+         .owner = &begun},
+        /*runs_on_a_thread=*/false);
+  }
   const auto has_run = [&] { return finished.load(); };
   drive(has_run, deadline);
   if (!begun && late) late();
@@ -123,7 +136,10 @@ void CollectiveQueue::run_first(std::unique_lock<std::mutex>& lock, bool by_wait
   }
   if (!by_waiter) {
     --free_threads_;
-    if (!jobs_.empty()) have_free_thread();
+    try {
+      if (!jobs_.empty()) have_free_thread();
+    } catch (const std::exception&) {  // no more threads can be had: the jobs wait until `after` is over
+    }
   }
   lock.unlock();
   first.after();

@@ -8,6 +8,8 @@
 // operations and wait for them. Meanwhile another progress thread runs the queued jobs. Such a thread is started when
 // it is needed, and stays.
 //
+// After stop(), submit() runs the job on the calling thread: it fails.
+//
 // Thread-safety: run(), submit() and drive() from any thread; destruction from one, after the last call. Jobs must not
 // throw and must not call the queue. stop() waits for the job under way, on whichever thread it runs, and for the
 // queued jobs (they fail, because the channel has failed), and joins the threads. So it must not be called within a
@@ -92,8 +94,8 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
 
   void run_in_turn(const std::function<void(bool by_waiter)>& job, Deadline deadline, const std::function<void()>& late,
                    std::chrono::nanoseconds slack);
-  void add(Queued job);
-  bool take_back(const void* owner);  // returns whether that job was still queued
+  void add(Queued job, bool runs_on_a_thread);  // with the lock held
+  bool take_back(const void* owner);            // returns whether that job was still queued
   void run_first(std::unique_lock<std::mutex>& lock, bool by_waiter);
   void await_turn(std::unique_lock<std::mutex>& lock, Deadline deadline = Deadline::never());
   void give_back_to_others();

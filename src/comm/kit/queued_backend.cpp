@@ -23,6 +23,28 @@ bool unequal(const std::vector<at::Tensor>& parts) {
   return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.numel() != parts[0].numel(); });
 }
 
+// Whether another tensor's elements may be among those of `tensor`, unless they are just the same memory.
+bool may_overlap(const at::Tensor& tensor, const at::Tensor& other) {
+  const auto range = [](const at::Tensor& of) {
+    const auto* const begin = static_cast<const char*>(of.const_data_ptr());
+    int64_t last = 0;  // of the elements
+    for (int64_t dim = 0; dim < of.dim(); ++dim) last += (of.size(dim) - 1) * of.stride(dim);
+    return std::pair(begin, of.numel() == 0 ? begin : begin + (last + 1) * static_cast<int64_t>(of.element_size()));
+  };
+  if (tensor.layout() != at::kStrided || other.layout() != at::kStrided) return false;
+  const auto one = range(tensor), two = range(other);
+  if (one.first == two.first && one.second == two.second && tensor.is_contiguous() && other.is_contiguous())
+    return false;
+  return one.first < two.second && two.first < one.second;
+}
+
+// Where the parts of an operation are written one after the other: a copy of an input that an output overlaps.
+at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
+  const bool copies =
+      std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) { return may_overlap(output, input); });
+  return copies ? input.clone() : input;
+}
+
 // `to` may be `from`, seen through another view.
 void copy_part(const at::Tensor& to, const at::Tensor& from) {
   if (to.const_data_ptr() == from.const_data_ptr() && to.is_contiguous() && from.is_contiguous()) return;
@@ -166,9 +188,14 @@ void QueuedBackend::throw_forked() const {
                 "Make a group in this process, or communicate in its parent");
 }
 
+void QueuedBackend::require_valid(const Operation& operation) const {
+  validate(operation, getRank(), getSize(), name_);
+  require_possible(operation);
+}
+
 void QueuedBackend::run(const Operation& operation) {
   check_fork();
-  validate(operation, getRank(), getSize(), name_);
+  require_valid(operation);
   OperationRecord record(log_, *counters_, operation);
   const Deadline deadline = deadline_for(operation.timeout, record.began());
   // The World may end in another thread while this one waits here. The queue keeps the backend alive until its job is
@@ -196,7 +223,7 @@ void QueuedBackend::fail_late(const Operation& operation, Clock::time_point bega
 
 c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
   check_fork();
-  validate(operation, getRank(), getSize(), name_);
+  require_valid(operation);
   if (!is_message(operation.kind)) return enqueue({std::move(operation)});
   hold_memory();
   const Deadline deadline = deadline_for(operation.timeout);
@@ -210,12 +237,19 @@ c10::intrusive_ptr<c10d::Work> QueuedBackend::submit(Operation operation) {
   return work;
 }
 
+// Nothing is sent unless all are valid.
+std::vector<c10::intrusive_ptr<c10d::Work>> QueuedBackend::submit_messages(std::vector<Operation> messages) {
+  check_fork();
+  for (const Operation& message : messages) require_valid(message);
+  return Backend::submit_messages(std::move(messages));
+}
+
 c10::intrusive_ptr<c10d::Work> QueuedBackend::submit_batch(std::vector<Operation> operations) {
   check_fork();
   if (operations.empty()) throw InvalidArgument("a batch of operations is empty");
   for (const auto& operation : operations) {
     if (is_message(operation.kind)) throw InvalidArgument("a batch contains messages; issue them one by one");
-    validate(operation, getRank(), getSize(), name_);
+    require_valid(operation);
   }
   return enqueue(std::move(operations));
 }
@@ -282,7 +316,7 @@ void QueuedBackend::run_parts(const Operation& operation, Deadline deadline, boo
     else
       reduce_scatter_unequal(operation, deadline, by_waiter);
   } catch (const Error& error) {
-    fail(error);
+    if (!has_left()) fail(error);  // if it has, the others learn that
     throw;
   } catch (const std::exception& error) {
     fail(Unavailable(text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what())));
@@ -291,13 +325,14 @@ void QueuedBackend::run_parts(const Operation& operation, Deadline deadline, boo
 }
 
 void QueuedBackend::all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
-  copy_part(operation.outputs[static_cast<size_t>(getRank())], operation.tensor);
+  copy_part(operation.outputs[static_cast<size_t>(getRank())], apart(operation.tensor, operation.outputs));
   for (int r = 0; r < getSize(); ++r)
     execute_one(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
 }
 
 void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
-  const Operation sum = operation.op == ReduceOp::PREMUL_SUM ? premultiplied(operation, getRank()) : operation;
+  Operation sum = operation.op == ReduceOp::PREMUL_SUM ? premultiplied(operation, getRank()) : operation;
+  for (auto& input : sum.inputs) input = apart(input, {sum.tensor});
   for (int r = 0; r < getSize(); ++r) {
     at::Tensor contribution = sum.inputs[static_cast<size_t>(r)];
     if (r == getRank()) {

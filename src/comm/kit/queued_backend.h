@@ -15,10 +15,13 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/cycles.h"
@@ -41,6 +44,7 @@ class QueuedBackend : public Backend {
   void run(const Operation& operation) final;
   c10::intrusive_ptr<c10d::Work> submit(Operation operation) final;
   c10::intrusive_ptr<c10d::Work> submit_batch(std::vector<Operation> operations) final;
+  std::vector<c10::intrusive_ptr<c10d::Work>> submit_messages(std::vector<Operation> messages) override;
   CommStats stats() const final { return counters_->stats(); }
   bool is_idle() const final { return counters_->under_way.load(std::memory_order_acquire) == 0; }
   const std::string& group_name() const final { return group_name_; }
@@ -66,6 +70,8 @@ class QueuedBackend : public Backend {
  protected:
   using WorkPtr = c10::intrusive_ptr<OperationWork>;
 
+  // InvalidArgument for what is valid, and this backend cannot do.
+  virtual void require_possible(const Operation&) const {}
   // Executes a collective on the calling thread. That is a thread that waits for it (by_waiter), or the queue's thread.
   virtual void execute(const Operation& operation, Deadline deadline, bool by_waiter) = 0;
   virtual void run_message(const Operation& operation, Deadline deadline) = 0;
@@ -100,17 +106,27 @@ class QueuedBackend : public Backend {
     return true;
   }
 
-  // The same for a message, which needs no queue: `body()` returns whether it has done it.
+  // The same for a message, which needs no queue: `body(waits)` returns whether it has done it, and calls waits() if it
+  // takes long, so that an entry in the black box says so.
   template <typename Body>
   bool run_message_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
     check_fork();
     if (profiling()) return false;
     const auto self = c10::intrusive_ptr<QueuedBackend>::unsafe_reclaim_from_nonowning(this);  // run() says why
     const auto began = FastClock::now();
-    if (!body()) return false;
+    std::optional<uint64_t> ticket;
+    try {
+      if (!body([&] { ticket = log_.begin(call, dtype, bytes, shm::kNoSequence, began); })) return false;
+    } catch (...) {
+      if (ticket) log_.end(*ticket, std::current_exception());
+      throw;
+    }
     // A send that is done here has not waited; reading the clock again would take as long as the send.
-    const auto ended = call.kind == OpKind::kSend ? began : FastClock::now();
-    log_.add(call, dtype, bytes, began, ended);
+    const auto ended = call.kind == OpKind::kSend ? began : std::max(began, FastClock::now());  // it may step back
+    if (ticket) [[unlikely]]
+      log_.end(*ticket, nullptr, ended);
+    else
+      log_.add(call, dtype, bytes, began, ended);
     counters_->count(bytes);
     if (ended != began) counters_->add_blocked(ended - began);
     return true;
@@ -163,6 +179,7 @@ class QueuedBackend : public Backend {
     execute();
     faults_.at(FaultPhase::kEnd, operation, deadline);
   }
+  void require_valid(const Operation& operation) const;
   void end_membership();
   void execute_one(const Operation& operation, Deadline deadline, bool by_waiter);
   void run_collective(const Operation& operation, Deadline deadline, bool by_waiter);

@@ -93,6 +93,11 @@ class SmallByteCall {
   };
   if (second.scalar_type() != dtype_) return false;
   const Bytes other = data_of(second);
+  // Parts that are the same memory do no harm. run_on_bytes() copies tensors that overlap in another way.
+  if (const size_t own = call_.bytes();
+      own > 0 && call_.data < other + second.nbytes() && other < call_.data + own &&
+      (call_.kind == OpKind::kAllToAll ? call_.data != other : (call_.data - other) % static_cast<ptrdiff_t>(own) != 0))
+    return false;
   if (call_.kind == OpKind::kAllToAll) {  // `tensor` has all parts, not one
     if (call_.count % n != 0 || (tensor.dim() > 0 && tensor.size(0) % static_cast<int64_t>(n) != 0) ||
         second.sizes() != tensor.sizes())

@@ -265,7 +265,8 @@ std::exception_ptr WireBackend::ask_store(Inquiry& inquiry) {
         if (!is_missed || inquiry.timed_out) continue;
         return std::make_exception_ptr(PeerLost(shown(r), pid_of(r),
                                                 text("rank ", shown(r), " left group '", group_name(), "' while rank ",
-                                                     shown(getRank()), " waited in ", inquiry.what)));
+                                                     shown(getRank()), " waited in ", inquiry.what),
+                                                "Look at its last lines on standard error"));
       }
       if (const auto far = store_->try_get(key(text("broke/", r)))) {
         // "12" or "12 timed out"
@@ -341,9 +342,15 @@ std::exception_ptr WireBackend::conclude(const Inquiry& inquiry) const {
                         : text(name_of(r), " (its last: ", to_string(last.op), " #", last.number, ")"));
     shown_missing.push_back(shown(r));
   }
-  return std::make_exception_ptr(TimeoutError(text(inquiry.what, " on rank ", shown(getRank()), " timed out after ",
-                                                   describe(inquiry.waited), ", waiting for ", join(names)),
-                                              shown_missing,
+  const std::string what =
+      text(inquiry.what, " on rank ", shown(getRank()), " timed out after ", describe(inquiry.waited));
+  if (names.empty()) {  // of those that matter, none is behind this rank
+    const bool any = inquiry.peer == kAnySource;
+    return std::make_exception_ptr(TimeoutError(
+        text(what, any ? ": no rank sent it" : ", though all ranks have begun it"), {},
+        any ? "Look whether the senders hang, or raise the timeout" : "Raise the timeout, or look at the network"));
+  }
+  return std::make_exception_ptr(TimeoutError(text(what, ", waiting for ", join(names)), shown_missing,
                                               "Look whether the missing rank hangs, or raise the timeout"));
 }
 

@@ -58,6 +58,15 @@ class LingeringGroups {
       if (may_end(*state)) over.push_back(std::move(state));
     std::erase(states_, nullptr);
   }
+  // Makes those that are still in use fail.
+  void fail(const Error& cause) {
+    std::vector<c10::intrusive_ptr<comm::Backend>> backends;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& state : states_) backends.push_back(state->backend);
+    }
+    for (const auto& backend : backends) backend->fail(cause);
+  }
   std::vector<std::unique_ptr<State>> all() {
     const std::lock_guard lock(mutex_);
     return std::exchange(states_, {});

@@ -95,6 +95,10 @@ std::shared_ptr<Store> tcp_store(const Placement& placement, Deadline deadline) 
   try {
     return options.isServer ? served_by_this_process(text("tcp/", port), open) : open();
   } catch (const c10::Error& error) {
+    if (options.isServer)
+      throw Unavailable(
+          text("rank 0 cannot serve the store at port ", port, " (MASTER_PORT): ", error.what_without_backtrace()),
+          "Set MASTER_PORT to a free port, on all ranks");
     throw Unavailable(text("nobody serves the store at ", *address, ":", port,
                            " (MASTER_ADDR, MASTER_PORT): ", error.what_without_backtrace()),
                       "Look whether rank 0 or torchrun runs, and whether the address is right");

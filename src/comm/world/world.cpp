@@ -15,6 +15,7 @@
 #include "base/crash_report.h"
 #include "base/cycles.h"
 #include "base/env.h"
+#include "base/fork_count.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "comm/backends/registry.h"
@@ -90,9 +91,12 @@ std::shared_ptr<Group::State> World::State::make_group(const std::string& name, 
                                                        const std::vector<int>& ranks,
                                                        const std::vector<int>& shown_ranks, const GroupOptions& with) {
   lingering->end_idle();
-  const std::shared_ptr<Group::State> group(new Group::State, [lingering = lingering](Group::State* state) {
-    lingering->take(std::unique_ptr<Group::State>(state));
-  });
+  const std::shared_ptr<Group::State> group(new Group::State,
+                                            [lingering = lingering, forks = fork_count()](Group::State* state) {
+                                              // In a fork, the membership and the threads belong to the parent.
+                                              if (forks == fork_count())
+                                                lingering->take(std::unique_ptr<Group::State>(state));
+                                            });
   group->ranks = ranks;
   group->shown_ranks = shown_ranks;
   group->name = name;
@@ -279,6 +283,7 @@ void World::abort(const std::string& why) noexcept {
       } catch (const std::exception& failed) {
         MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort a group: " << failed.what();
       }
+    state_->lingering->fail(error);
   } catch (const std::exception& error) {
     MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort its groups: " << error.what();
   }

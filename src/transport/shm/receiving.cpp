@@ -129,6 +129,8 @@ void ShmTransport::deliver(Peer& peer, const std::byte* record, const RecordHead
       PieceRecord told;
       std::memcpy(&told, message_.data() + sizeof header + i * sizeof told, sizeof told);
       pieces_.push_back(incoming(peer, record, record_bytes, told));
+      if (bytes > options_.limits.bytes || told.bytes > options_.limits.bytes - bytes)
+        throw CorruptError(text("a message has more than ", options_.limits.bytes, " bytes"));
       bytes += told.bytes;
     }
     receiver_.on_message(peer.rank, std::string_view(message_).substr(table), pieces_);
@@ -168,14 +170,15 @@ Piece ShmTransport::incoming(Peer& peer, const std::byte* record, size_t record_
     case Where::kYours: {
       std::unordered_map<uint64_t, LentBlock>::node_type node;  // destroyed without the lock
       const std::lock_guard lock(peer.mutex);
-      node = peer.lent.extract(told.token);
-      if (!node) throw CorruptError("it returns a block that it does not have");
-      LentBlock& lent = node.mapped();
+      const auto found = peer.lent.find(told.token);
+      if (found == peer.lent.end()) throw CorruptError("it returns a block that it does not have");
+      LentBlock& lent = found->second;
       piece.data = options_.heap->base() + told.offset;
       if (told.offset > options_.heap->capacity() || piece.data < lent.data || told.bytes > lent.bytes ||
           piece.data + told.bytes > lent.data + lent.bytes)
         throw CorruptError("it returns a block with other bounds");
       piece.owner = std::move(lent.owner);
+      node = peer.lent.extract(found);
       return piece;
     }
   }

@@ -124,7 +124,8 @@ void HierarchicalBackend::tell_last(const LastHere& last) {
 // --- membership and failure ---
 
 void HierarchicalBackend::leave_group(const std::string& cause) {
-  for (Inner* const group : {&leaders_, &all_, &local_})
+  // local_ first: a job of leaders_ may wait in it, and leave() waits for the job.
+  for (Inner* const group : {&local_, &leaders_, &all_})
     if (*group) (*group)->leave(cause);
 }
 
@@ -280,7 +281,7 @@ void HierarchicalBackend::complete_after(const WorkPtr& work, const c10::intrusi
 
 void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Posted posted) {
   const auto attempt = [this, message, deadline, began = Clock::now(),
-                        posted = std::move(posted)](ReceiveQueue::Turn turn) {
+                        posted = std::move(posted)](ReceiveQueue::Turn turn) -> ReceiveQueue::Outcome {
     Taken taken;
     try {
       if (turn == ReceiveQueue::Turn::kStop)
@@ -298,12 +299,10 @@ void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Pos
         }
       });
     } catch (...) {
-      posted(nullptr, kAnySource, std::current_exception());
-      return true;
+      return {.over = true, .then = [posted, error = std::current_exception()] { posted(nullptr, kAnySource, error); }};
     }
-    if (!taken.work) return false;
-    posted(taken.work, taken.source, nullptr);
-    return true;
+    if (!taken.work) return {};
+    return {.over = true, .then = [posted, taken] { posted(taken.work, taken.source, nullptr); }};
   };
   receives_.add(message.tag, deadline, attempt);
 }
@@ -343,7 +342,7 @@ Backend::Taken HierarchicalBackend::take_from_any(const Operation& message, Dead
   if (!taken.work && (!looked_here || all_gone)) taken = in_host();
   if (taken.work) return taken;
   if (all_gone)
-    throw PeerLost(shown(getRank() == 0 ? 1 : 0), 0,
+    throw PeerLost(getSize() == 1 ? -1 : shown(getRank() == 0 ? 1 : 0), 0,
                    text("all other ranks left group '", group_name(), "' while rank ", shown(getRank()),
                         " waited to receive from any of them"));
   if (deadline.passed()) throw_late(message, began);

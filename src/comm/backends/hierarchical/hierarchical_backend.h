@@ -139,7 +139,7 @@ void HierarchicalBackend::guarded(Fn&& fn) {
   } catch (const InvalidArgument&) {
     throw;
   } catch (const Error& error) {
-    fail(error);
+    if (!has_left()) fail(error);  // if it has, the others learn that
     std::rethrow_exception(as_own(error));
   } catch (const std::exception& error) {
     fail(Unavailable(text("rank ", shown(getRank()), " failed: ", error.what())));

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <utility>
 #include <vector>
 
 #include "base/thread.h"
@@ -18,11 +20,10 @@ constexpr int kPatience = 20;  // the thread sleeps for the time without news, d
 void ReceiveQueue::add(int tag, Deadline deadline, Attempt attempt) {
   std::unique_lock lock(mutex_);
   // First, because it may throw: a receive that has been added ends by its attempt, and in no other way.
-  if (!thread_.joinable() && !stop_) thread_ = start_thread("muster-receives", [this, alive = owner_()] { work(); });
+  if (!stop_) see_that_one_looks();
   lines_[tag].receives.push_back({deadline, std::move(attempt)});
-  advance(lock, tag);
-  if (lines_.empty()) return;
-  news_.notify_all();
+  advance(lock, tag, /*looks=*/false);
+  if (!lines_.empty()) news_.notify_all();
 }
 
 bool ReceiveQueue::has(int tag) {
@@ -30,52 +31,91 @@ bool ReceiveQueue::has(int tag) {
   return lines_.count(tag) > 0;
 }
 
-bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag) {
-  Line& line = lines_[tag];  // not erased while it is busy
-  if (line.busy) return false;
-  line.busy = true;
+bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag, bool looks) {
   bool moved = false;
-  while (!line.receives.empty()) {
+  for (;;) {
+    const auto found = lines_.find(tag);
+    if (found == lines_.end() || found->second.busy) return moved;
+    Line& line = found->second;  // not erased while it is busy
+    line.busy = true;
     const Attempt& attempt = line.receives.front().attempt;  // a deque's references outlive a push at its end
     const Turn turn = stop_ ? Turn::kStop : Turn::kFirst;
     lock.unlock();
-    const bool done = attempt(turn);
+    Outcome outcome = attempt(turn);
     lock.lock();
-    if (!done && !stop_) break;
-    if (!done) continue;  // the queue was stopped meanwhile
+    line.busy = false;
+    if (!outcome.over) {
+      if (!stop_) return moved;
+      continue;  // the queue was stopped meanwhile
+    }
     moved = true;
     Attempt ended = std::move(line.receives.front().attempt);
     line.receives.pop_front();
-    lock.unlock();
-    ended = nullptr;  // without the lock, because it may hold the last reference to a work
-    lock.lock();
+    if (line.receives.empty()) lines_.erase(found);
+    finish(lock, std::move(ended), std::move(outcome.then), looks);
   }
-  line.busy = false;
-  if (line.receives.empty()) lines_.erase(tag);
-  return moved;
 }
 
 void ReceiveQueue::end_late(std::unique_lock<std::mutex>& lock, int tag) {
-  Line& line = lines_[tag];
-  if (line.busy) return;
-  line.busy = true;  // other threads only add to the line now
-  for (size_t i = 1; i < line.receives.size();) {
-    if (!line.receives[i].deadline.passed()) {
+  const auto found = lines_.find(tag);
+  if (found == lines_.end() || found->second.busy) return;
+  auto& receives = found->second.receives;
+  std::vector<Attempt> late;
+  for (size_t i = 1; i < receives.size();) {
+    if (!receives[i].deadline.passed()) {
       ++i;
       continue;
     }
-    Attempt late = std::move(line.receives[i].attempt);
-    line.receives.erase(line.receives.begin() + static_cast<ptrdiff_t>(i));
-    lock.unlock();
-    late(Turn::kLate);
-    late = nullptr;
-    lock.lock();
+    late.push_back(std::move(receives[i].attempt));
+    receives.erase(receives.begin() + static_cast<ptrdiff_t>(i));
   }
-  line.busy = false;
+  for (Attempt& each : late) {
+    lock.unlock();
+    Outcome outcome = each(Turn::kLate);
+    lock.lock();
+    finish(lock, std::move(each), std::move(outcome.then), /*looks=*/true);
+  }
 }
 
-void ReceiveQueue::work() {
-  std::unique_lock lock(mutex_);
+void ReceiveQueue::finish(std::unique_lock<std::mutex>& lock, Attempt attempt, std::function<void()> then, bool looks) {
+  if (looks) {
+    one_looks_ = false;
+    try {
+      if (!lines_.empty()) see_that_one_looks();
+    } catch (const std::exception&) {  // no more threads can be had: what waits is looked for after the callbacks
+    }
+  }
+  lock.unlock();
+  attempt = nullptr;  // without the lock, because it may hold the last reference to a work
+  if (then) then();
+  then = nullptr;
+  lock.lock();
+  if (looks) {
+    ++waiting_;
+    begin_to_look(lock);
+  }
+}
+
+void ReceiveQueue::see_that_one_looks() {
+  if (one_looks_) return;
+  if (waiting_ > 0) return turn_.notify_one();
+  threads_.push_back(start_thread("muster-receives", [this, alive = owner_()] {
+    std::unique_lock lock(mutex_);
+    begin_to_look(lock);
+    look(lock);
+    one_looks_ = false;
+    turn_.notify_all();
+  }));
+  ++waiting_;
+}
+
+void ReceiveQueue::begin_to_look(std::unique_lock<std::mutex>& lock) {
+  turn_.wait(lock, [this] { return !one_looks_; });
+  --waiting_;
+  one_looks_ = true;
+}
+
+void ReceiveQueue::look(std::unique_lock<std::mutex>& lock) {
   auto since = Clock::now();
   for (;;) {
     if (lines_.empty()) {
@@ -86,8 +126,8 @@ void ReceiveQueue::work() {
     std::vector<int> tags;
     for (const auto& [tag, line] : lines_) tags.push_back(tag);
     for (const int tag : tags) {
-      if (lines_.count(tag) && advance(lock, tag)) since = Clock::now();
-      if (lines_.count(tag)) end_late(lock, tag);
+      if (advance(lock, tag, /*looks=*/true)) since = Clock::now();
+      end_late(lock, tag);
     }
     if (lines_.empty()) continue;
     const auto idle = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - since) / kPatience;
@@ -96,12 +136,15 @@ void ReceiveQueue::work() {
 }
 
 void ReceiveQueue::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-    news_.notify_all();
+  std::unique_lock lock(mutex_);
+  stop_ = true;
+  news_.notify_all();
+  while (!threads_.empty()) {  // until they end, they may start others
+    auto threads = std::exchange(threads_, {});
+    lock.unlock();
+    for (auto& thread : threads) join_or_detach(thread);
+    lock.lock();
   }
-  join_or_detach(thread_);
 }
 
 }  // namespace muster::comm::hierarchical_backend

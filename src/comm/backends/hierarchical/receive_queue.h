@@ -7,12 +7,16 @@
 // must get the message that they would take. So receives with one tag get messages in the order in which they were
 // posted, as on every backend. Receives with other tags do not wait.
 //
-// The calling thread looks first. After that the queue's thread looks: every 20 µs at first, then after a twentieth of
-// the time for which nothing has come, but at most every 1 ms. That thread is started for the first receive that has to
-// wait, and sleeps while no receive waits.
+// The calling thread looks first. After that a thread of the queue looks: every 20 µs at first, then after a twentieth
+// of the time for which nothing has come, but at most every 1 ms. It is started for the first receive that has to wait,
+// and sleeps while no receive waits.
 //
-// Thread-safety: all members. `attempt` is called without a lock held; for receives with the same tag, by one thread at
-// a time.
+// What follows a receive (callbacks of its future) runs when the receive is no longer in the queue, so it may receive
+// and wait for that. Meanwhile another thread of the queue looks. Such a thread is started when it is needed, and
+// stays.
+//
+// Thread-safety: all members. `attempt` is called without a lock held; with kFirst, for receives with the same tag, by
+// one thread at a time.
 #pragma once
 
 #include <condition_variable>
@@ -22,6 +26,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "muster/base/deadline.h"
 
@@ -34,9 +39,13 @@ class ReceiveQueue {
     kLate,   // its deadline has passed while it waited behind others: end it with TimeoutError
     kStop,   // the queue has been stopped: end it
   };
-  // Returns whether the receive is over. Only kFirst may leave it waiting, if nothing has come yet. An error or a
-  // deadline that has passed ends it. Must not throw.
-  using Attempt = std::function<bool(Turn)>;
+  // `over`: the receive has ended, and `then` is to be called. Only kFirst may leave it waiting, if nothing has come
+  // yet. An error or a deadline that has passed ends it.
+  struct Outcome {
+    bool over = false;
+    std::function<void()> then = {};
+  };
+  using Attempt = std::function<Outcome(Turn)>;  // it and `then` must not throw
 
   // `owner` returns what keeps this object alive. The thread holds it, because a callback of a receive may release the
   // last other reference to the owner.
@@ -48,8 +57,8 @@ class ReceiveQueue {
   void add(int tag, Deadline deadline, Attempt attempt);
   // Whether a receive with this tag has to go through add().
   bool has(int tag);
-  // Ends receives that wait, and those that add() gets later. Called in an attempt on the queue's thread, it returns
-  // before that thread has ended them.
+  // Ends receives that wait, and those that add() gets later. Called on a thread of the queue, it does not wait for
+  // that thread.
   void stop();
 
  private:
@@ -62,19 +71,27 @@ class ReceiveQueue {
     bool busy = false;  // a thread works on this line
   };
 
-  // Attempts the first receive of the line and, while they succeed, those after it. Called with `lock` held, which it
-  // releases during the attempts.
-  bool advance(std::unique_lock<std::mutex>& lock, int tag);
+  // All are called with `lock` held, which they release at times. `looks`: on the thread that looks.
+  //
+  // Attempts the first receive of the line and, while they succeed, those after it. Returns whether one was over.
+  bool advance(std::unique_lock<std::mutex>& lock, int tag, bool looks);
   // Ends the receives behind the first whose deadlines have passed.
   void end_late(std::unique_lock<std::mutex>& lock, int tag);
-  void work();
+  // Of a receive that has left its line.
+  void finish(std::unique_lock<std::mutex>& lock, Attempt attempt, std::function<void()> then, bool looks);
+  void see_that_one_looks();
+  void begin_to_look(std::unique_lock<std::mutex>& lock);
+  void look(std::unique_lock<std::mutex>& lock);  // until the end
 
   const std::function<std::shared_ptr<void>()> owner_;
   std::mutex mutex_;
-  std::condition_variable news_;
-  std::map<int, Line> lines_;  // by tag; none is empty
+  std::condition_variable news_;  // for the thread that looks
+  std::condition_variable turn_;  // for those that wait to look
+  std::map<int, Line> lines_;     // by tag; none is empty
   bool stop_ = false;
-  std::thread thread_;
+  bool one_looks_ = false;
+  int waiting_ = 0;  // threads that want to look
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace muster::comm::hierarchical_backend

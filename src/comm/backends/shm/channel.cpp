@@ -33,6 +33,17 @@ const char* advice_for(ErrorCode code) {
   }
 }
 
+template <size_t kSize>
+void put(const std::string& text, char (&to)[kSize]) {
+  const size_t length = std::min(text.size(), kSize - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = '\0';
+}
+template <size_t kSize>
+std::string string_in(const char (&from)[kSize]) {
+  return {from, strnlen(from, kSize)};
+}
+
 std::string_view to_string(Phase phase) {
   switch (phase) {
     case Phase::kIdle:
@@ -98,7 +109,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
         if (left(r))
           ring_everybody();
         else
-          lose(r, text("rank ", shown(r), " (pid ", dead, ") died"));
+          lose(r, text("rank ", shown(r), " (pid ", dead, ") died"), dead);
       }
     });
   } catch (const std::exception& error) {
@@ -304,20 +315,19 @@ void Channel::commit_ring(int to) {
 
 // --- failure ---
 
-void Channel::lose(int rank, const std::string& what) {
-  fail(ErrorCode::kPeerLost, shown(rank), what, {}, control(rank).pid.load(std::memory_order_relaxed));
+void Channel::lose(int rank, const std::string& what, pid_t pid) {
+  fail(ErrorCode::kPeerLost, shown(rank), what, {}, pid != 0 ? pid : control(rank).pid.load(std::memory_order_relaxed));
 }
 
 void Channel::fail(ErrorCode code, int subject, const std::string& what, const std::vector<int>& missing, int pid,
-                   std::optional<int> finder) {
+                   std::optional<int> finder, const std::string& advice) {
   {
     const std::lock_guard lock(failure_mutex_);
     if (!reported_) {
       reported_ = true;
       RankControl& mine = control(rank_);
-      const size_t length = std::min(what.size(), sizeof mine.failure - 1);
-      std::memcpy(mine.failure, what.data(), length);
-      mine.failure[length] = '\0';
+      put(what, mine.failure);
+      put(advice, mine.advice);
       mine.lost_pid = pid;
       mine.finder = finder.value_or(shown(rank_));
       mine.missing_count = static_cast<uint32_t>(std::min(missing.size(), std::size(mine.missing)));
@@ -342,10 +352,11 @@ void Channel::throw_failure() const {
                         .subject = static_cast<int>(word >> 8 & 0xffff),
                         .pid = block.lost_pid,
                         .finder = block.finder,
-                        .what = std::string(block.failure, strnlen(block.failure, sizeof block.failure))};
+                        .what = string_in(block.failure),
+                        .advice = string_in(block.advice)};
   const size_t missing = std::min<size_t>(block.missing_count, std::size(block.missing));
   failure.missing.assign(block.missing, block.missing + missing);
-  failure.advice = advice_for(failure.code);
+  if (failure.advice.empty()) failure.advice = advice_for(failure.code);
   std::rethrow_exception(error_of(failure, shown(rank_), where(rank_)));
 }
 

@@ -155,10 +155,12 @@ class Channel {
   }
   [[noreturn]] void throw_failure() const;
   // Makes the group fail for all ranks, unless it has failed already. `subject`, whose process is `pid`, and `missing`
-  // are shown ranks, and so is `finder`, if another rank than this one has found it.
+  // are shown ranks, and so is `finder`, if another rank than this one has found it. advice: if it is not that for all
+  // failures of this kind.
   void fail(ErrorCode code, int subject, const std::string& text, const std::vector<int>& missing = {}, int pid = 0,
-            std::optional<int> finder = {});
-  void lose(int rank, const std::string& text);  // fail() for a member that is lost
+            std::optional<int> finder = {}, const std::string& advice = {});
+  // fail() for a member that is lost; pid: if it is known.
+  void lose(int rank, const std::string& text, pid_t pid = 0);
   [[noreturn]] void timed_out(const Descriptor& descriptor, uint64_t seq, std::chrono::nanoseconds waited,
                               const std::vector<int>& missing);
   bool left(int peer) const { return control(peer).presence.load(std::memory_order_acquire) == Presence::kLeft; }

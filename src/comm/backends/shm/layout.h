@@ -97,7 +97,9 @@ struct alignas(kLine) RankControl {
   uint32_t missing_count;  // of a timeout: the ranks that had not come, as far as there is room
   uint16_t missing[254];
   std::atomic<Presence> presence{Presence::kAbsent};  // apart from what each operation writes: peers look at it often
-  char failure[2048];  // this rank's text of the group's failure, written before the abort word names the rank
+  // This rank's text of the group's failure, and what to do, if that is not what its kind says. Written before the
+  // abort word names the rank.
+  char failure[2048], advice[256];
   struct CallSite {
     std::atomic<uint64_t> of{0};  // the operation
     char text[120];               // where this rank called it, written before `of`

@@ -187,15 +187,18 @@ bool Messages::is_copied(const Message& message) const {
   return message.number != 0 && out_[message.peer].control.copied.load(std::memory_order_acquire) >= message.number;
 }
 
-// Reads the line at `position`, where has_line() has seen one, and moves `position` behind it. Returns false if no
-// message can have such a header; then the group has failed.
-bool Messages::read_line(int peer, Incoming& in, uint64_t& position) {
-  RecordLine& line = in_[peer].line(position);
+// Copies what the line at `position` says, where has_line() has seen one. A peer that is defective may change it.
+void Messages::look_at_line(int peer, Incoming& in, uint64_t position) const {
+  const RecordLine& line = in_[peer].line(position);
   in.begun = true;
   in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
   in.header = line.header;
   if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
-  line.stamp.store(0, std::memory_order_relaxed);
+}
+
+// Moves `position` behind that line. Returns false if no message can have such a header; then the group has failed.
+bool Messages::take_line(int peer, const Incoming& in, uint64_t& position) {
+  in_[peer].line(position).stamp.store(0, std::memory_order_relaxed);
   const bool may_be_there = in.in_place()
                                 ? is_for(in_[peer].control.posted, position, in.header)
                                 : !in.by_reference() || channel_.lies_on_heap(peer, in.header.place, in.header.bytes);
@@ -312,7 +315,8 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
     if (!in.begun) {
       if (!ring.has_line()) break;
       bytes += kRecordLine;
-      if (!read_line(peer, in, position)) {
+      look_at_line(peer, in, position);
+      if (!take_line(peer, in, position)) {
         in = Incoming{};  // the group has failed, and nothing may be made of such a header
         return true;
       }
@@ -321,7 +325,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
     bool complete = false;
     if (!match(peer, in, sought)) {
       stays = true;
-    } else if (std::byte* const to = in.target ? in.target->data : in.aside->data(); in.in_line()) {
+    } else if (std::byte* const to = in.target ? in.target->data : in.aside->data.get(); in.in_line()) {
       copy_bytes(to, in.data, in.header.bytes);
       complete = true;
     } else if (in.in_place()) {
@@ -352,7 +356,8 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
 bool Messages::put_aside(int peer) {
   Incoming& in = incoming_[peer];
   try {
-    in.aside = &aside_[peer].emplace_back(Aside{in.header, std::vector<std::byte>(in.header.bytes)}).data;
+    in.aside =
+        &aside_[peer].emplace_back(Aside{in.header, std::make_unique_for_overwrite<std::byte[]>(in.header.bytes)});
     return true;
   } catch (const std::exception&) {
     channel_.fail(ErrorCode::kUnavailable, shown(channel_.rank()),
@@ -391,12 +396,12 @@ bool Messages::match_aside(const std::shared_ptr<Message>& receive, Completed& c
 bool Messages::match_aside_of(int peer, const std::shared_ptr<Message>& receive, Completed& completed) {
   auto& waiting = aside_[peer];
   const auto match = std::find_if(waiting.begin(), waiting.end(), [&](const Aside& aside) {
-    return aside.header.tag == receive->header.tag && &aside.data != incoming_[peer].aside;
+    return aside.header.tag == receive->header.tag && &aside != incoming_[peer].aside;
   });
   if (match == waiting.end()) return false;
   if (!fits(*receive, peer, match->header)) return false;
   receive->peer = peer;
-  copy_bytes(receive->data, match->data.data(), match->data.size());
+  copy_bytes(receive->data, match->data.get(), match->header.bytes);
   waiting.erase(match);
   finish(receive, completed);
   return true;

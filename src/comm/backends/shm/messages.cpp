@@ -82,7 +82,7 @@ bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, c
 }
 
 bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
-                           const std::source_location& site) {
+                           const std::source_location& site, c10::function_ref<void()> before_wait) {
   channel_.check();
   const Ring& ring = in_[peer];
   if (!look(peer, [&] { return ring.has_line(); })) return false;
@@ -92,12 +92,12 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     channel_.check();
     if (!receives_.empty() || !aside_[peer].empty() || incoming_[peer].begun || !ring.has_line()) return false;
     uint64_t position = ring.read();
-    const MessageHeader header = ring.line(position).header;
-    if (header.tag != wanted.tag || header.bytes != wanted.bytes || header.dtype != wanted.dtype ||
-        header.place != kNotOnHeap)
-      return false;
     Incoming in;
-    if (!read_line(peer, in, position)) return false;
+    look_at_line(peer, in, position);
+    if (in.header.tag != wanted.tag || in.header.bytes != wanted.bytes || in.header.dtype != wanted.dtype ||
+        in.header.place != kNotOnHeap)
+      return false;
+    if (!take_line(peer, in, position)) return false;
     bool complete = in.in_line();
     if (complete) copy_bytes(data, in.data, in.header.bytes);
     const auto more = [&] { return ring.control.written.load(std::memory_order_acquire) != position; };
@@ -122,6 +122,7 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     channel_.control(peer).inbox.ring();
     if (complete) return true;
   }
+  before_wait();
   move_until(*rest, peer);
   if (rest->error) std::rethrow_exception(rest->error);
   return true;
@@ -155,9 +156,9 @@ void Messages::post(const std::shared_ptr<Message>& message) {
   {
     const std::lock_guard lock(mutex_);
     channel_.check();
+    if (message->op == OpKind::kSend) channel_.commit_ring(message->peer);  // first, because it may throw
     submitted_ += message->submitted ? 1 : 0;
     if (message->op == OpKind::kSend) {
-      channel_.commit_ring(message->peer);
       note_site(message->header, message->site);
       if (message->header.bytes < kLeastByReference) message->header.place = kNotOnHeap;
       sends_[message->peer].push_back(message);
@@ -210,7 +211,7 @@ int Messages::find_here(int tag, int first, Completed& completed) {
     const int peer = (first + step) % n;
     // No receive wants a message that has been put aside completely; such a receive would have taken it.
     for (const auto& aside : aside_[peer])
-      if (aside.header.tag == tag && &aside.data != incoming_[peer].aside) return peer;
+      if (aside.header.tag == tag && &aside != incoming_[peer].aside) return peer;
     // A message with another tag that has begun to arrive, and that no receive wants, is put aside: another may follow.
     const Incoming& in = incoming_[peer];
     if (receiving(peer) || (in.begun ? in.header.tag != tag : in_[peer].has_line())) pull(peer, completed, &tag);
@@ -324,7 +325,7 @@ void Messages::fail_all(Completed& completed, std::exception_ptr error) {
     for (const auto& message : sends_[peer]) finish(message, completed, error);
     if (incoming_[peer].target) finish(incoming_[peer].target, completed, error);
     if (incoming_[peer].aside)  // a half message, which no receive may get
-      aside_[peer].remove_if([&](const Aside& aside) { return &aside.data == incoming_[peer].aside; });
+      aside_[peer].remove_if([&](const Aside& aside) { return &aside == incoming_[peer].aside; });
     sends_[peer].clear();
     incoming_[peer] = Incoming{};
     wanted_[peer] = 0;
@@ -387,7 +388,7 @@ void Messages::check_receives_of_any() {
       channel_.throw_failure();
     }
     if (!message->deadline.passed()) continue;
-    channel_.fail(ErrorCode::kTimeout, shown(channel_.rank() == 0 ? 1 : 0),
+    channel_.fail(ErrorCode::kTimeout, 0,
                   text("recv of ", describe(Payload{message->header.bytes, message->header.dtype}), " with tag ",
                        message->header.tag, " from any rank on rank ", shown(channel_.rank()), " timed out"));
     channel_.throw_failure();

@@ -52,6 +52,8 @@
 // Messages' own.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -131,11 +133,12 @@ class Messages {
   // The same for a message of at most kSmall bytes, if nothing is in its way, without a Message: send_now() needs room
   // in the ring for all of it; receive_now() needs the wanted message to begin soon, and no other receive that could
   // want it. If they return false, they have done nothing. If a message begins but does not go on soon, receive_now()
-  // waits for the rest like run(), for `timeout` at most.
+  // calls before_wait() and waits for the rest like run(), for `timeout` at most.
   static constexpr uint64_t kSmall = uint64_t{64} << 10;
   bool send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {});
-  bool receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
-                   const std::source_location& site = {});
+  bool receive_now(
+      int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
+      const std::source_location& site = {}, c10::function_ref<void()> before_wait = [] {});
   void submit(const std::shared_ptr<Message>& message);
   // Returns when the message, which was submitted, is complete. `peer`: its own before that.
   void move_until(Message& message, int peer);
@@ -153,23 +156,24 @@ class Messages {
   void stop();
 
  private:
+  // A message that came before its receive.
+  struct Aside {
+    MessageHeader header;
+    std::unique_ptr<std::byte[]> data;
+  };
   // The message that is arriving from one source.
   struct Incoming {
     bool begun = false;  // its line has been read
     bool whole = false;  // all its data are in the ring
     MessageHeader header;
-    std::byte data[RecordLine::kData];        // if they fit there
-    std::shared_ptr<Message> target;          // once matched: the receive that gets the message
-    std::vector<std::byte>* aside = nullptr;  // if put aside: the buffer for the message
-    uint64_t data_bytes = 0;                  // that have been copied
+    std::byte data[RecordLine::kData];  // if they fit there
+    std::shared_ptr<Message> target;    // once matched: the receive that gets the message
+    Aside* aside = nullptr;             // if put aside
+    uint64_t data_bytes = 0;            // that have been copied
 
     bool by_reference() const { return header.place < kPosted; }
     bool in_line() const { return header.place == kNotOnHeap && header.bytes <= sizeof data; }
     bool in_place() const { return header.place == kPosted; }
-  };
-  struct Aside {
-    MessageHeader header;
-    std::vector<std::byte> data;
   };
   // A thread that waits for a message, and moves all.
   struct Awaiting {
@@ -230,7 +234,8 @@ class Messages {
   uint64_t write_to_posted(Message& message);  // a turn; returns how many bytes
   // Posts the oldest receive from `peer`, or from each rank (kAnySource), if it can be.
   void post_receive(int peer);
-  bool read_line(int peer, Incoming& in, uint64_t& position);
+  void look_at_line(int peer, Incoming& in, uint64_t position) const;
+  bool take_line(int peer, const Incoming& in, uint64_t& position);
   bool match(int peer, Incoming& in, const int* sought);
   bool copy_reference(int peer, Incoming& in, std::byte* to);
   void say_target(int peer, const Incoming& in);

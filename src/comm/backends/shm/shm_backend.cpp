@@ -35,7 +35,8 @@ ShmBackend::~ShmBackend() { leave({}); }
 
 void ShmBackend::fail_group(const Error& cause) {
   const FailureReport failure = failure_of(cause, shown(getRank()));
-  channel_.fail(failure.code, failure.subject, failure.what, failure.missing, failure.pid, failure.finder);
+  channel_.fail(failure.code, failure.subject, failure.what, failure.missing, failure.pid, failure.finder,
+                failure.advice);
 }
 
 uint64_t ShmBackend::heap_offset(ConstBytes data, size_t bytes) const {
@@ -134,7 +135,16 @@ std::shared_ptr<Message> ShmBackend::make_message(const Operation& operation, co
 
 // --- collectives ---
 
+void ShmBackend::require_possible(const Operation& operation) const {
+  constexpr size_t kMost = (kSlotPayload + kSlotTables) / (2 * sizeof(uint64_t));  // the tables of so many fit a slot
+  if (operation.kind == OpKind::kAllToAll && static_cast<size_t>(getSize()) > kMost)
+    throw InvalidArgument(
+        text("all_to_all: expected a group of at most ", kMost, " ranks on one host, got ", getSize()),
+        "Use smaller groups, or messages");
+}
+
 void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_waiter) {
+  const uint64_t last = channel_.seq();
   try {
     channel_.set_caller(operation.site, by_waiter ? shm::kYield : std::chrono::nanoseconds(0));
     run_on_bytes(operation, getRank(), getSize(), deadline, [this](ByteCall& call) {
@@ -147,9 +157,11 @@ void ShmBackend::execute(const Operation& operation, Deadline deadline, bool by_
     if (!channel_.failed())
       channel_.fail(ErrorCode::kUnavailable, shown(getRank()),
                     text("rank ", shown(getRank()), " failed in ", to_string(operation.kind), ": ", error.what()));
-    // A peer that has not noticed the failure yet may still write to the tensor of an all_reduce or reduce on the heap.
-    // Its memory must not be given to another tensor, even when this group is gone: the heap outlives it.
-    if (operation.tensor.defined() && arena_) arena_->retire(operation.tensor.const_data_ptr());
+    // A peer that has not noticed the failure yet may still write to the tensor of an all_reduce or reduce on the heap,
+    // if this rank has announced it. Its memory must not be given to another tensor, even when this group is gone: the
+    // heap outlives it.
+    const bool peers_write = operation.kind == OpKind::kAllReduce || operation.kind == OpKind::kReduce;
+    if (peers_write && channel_.seq() != last && arena_) arena_->retire(operation.tensor.const_data_ptr());
     throw;
   }
 }
@@ -177,9 +189,9 @@ bool ShmBackend::run_small_message(const SmallCall& small) {
   if (bytes > Messages::kSmall) return false;
   Bytes const data = data_of(tensor);
   const MessageHeader header{.bytes = bytes, .tag = small.tag, .dtype = static_cast<uint8_t>(dtype)};
-  return run_message_framed(small, dtype, bytes, [&] {
+  return run_message_framed(small, dtype, bytes, [&](const auto& waits) {
     if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data, small.site);
-    return messages_.receive_now(small.peer, header, data, timeout_for(small.timeout), small.site);
+    return messages_.receive_now(small.peer, header, data, timeout_for(small.timeout), small.site, waits);
   });
 }
 

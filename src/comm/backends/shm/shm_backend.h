@@ -25,6 +25,7 @@ class ShmBackend final : public QueuedBackend {
   std::span<std::atomic<uint64_t>> board() override { return channel_.board(); }
 
  protected:
+  void require_possible(const Operation& operation) const override;
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
