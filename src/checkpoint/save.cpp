@@ -66,6 +66,7 @@ class Pieces {
   Pieces(const SnapshotPlace& here, const std::vector<std::pair<Entry, int>>& entries) : here_(here) {
     for (const auto& [entry, rank] : entries)
       if (entry.tensor.is_meta()) from_.push_back({rank, static_cast<int64_t>(entry.tensor.nbytes())});
+    if (!from_.empty()) memory_ = at::empty({kPiece}, at::kByte);
   }
   void fetch_next(const std::function<void(std::string_view piece)>& take) {
     const auto [rank, bytes] = from_.at(entry_);
@@ -106,7 +107,7 @@ class Pieces {
   }
 
   const SnapshotPlace& here_;
-  const at::Tensor memory_ = at::empty({kPiece}, at::kByte);
+  at::Tensor memory_;
   std::vector<From> from_;
   size_t entry_ = 0;
   int64_t at_ = 0;

@@ -235,10 +235,13 @@ TEST_P(Errors, ClosingWhileAnOperationIsUnderWayIsADeparture) {
     }
     hear(outer, "closed");
     const at::Tensor t = at::full({2}, 5, at::kFloat);
-    if (outer.rank() == 1)
+    if (outer.rank() == 1) {
       send(t, 2);
-    else
+      hear(outer, "received");  // before the loss is found
+    } else {
       recv(t, 1);
+      say(outer, "received");
+    }
     EXPECT_TRUE(t.eq(5).all().item<bool>());
     try {
       all_reduce(t);

@@ -237,7 +237,7 @@ void SharedParameters::use_shared_memory(Entry& entry) const {
 
 void SharedParameters::remember(Entry& entry) const {
   entry.version = entry.tensor._version();
-  if (entry.is_mine) entry.sample = sample_of(entry.shared);
+  if (entry.is_mine && !entry.is_in_parts) entry.sample = sample_of(entry.shared);
 }
 
 SharedParameters::Changes SharedParameters::changes(bool makes_graph) const {
@@ -248,6 +248,7 @@ SharedParameters::Changes SharedParameters::changes(bool makes_graph) const {
     Change change = Change::kNone;
     const at::Tensor &tensor = entry.tensor, &shared = entry.shared;
     const bool is_written = tensor._version() != entry.version, mine = entry.is_mine;
+    const bool has_sample = mine && !entry.is_in_parts;  // others may be writing to their parts
     uint64_t sample = entry.sample;
     if (tensor.sizes() != shared.sizes() || tensor.scalar_type() != shared.scalar_type() ||
         tensor.device() != shared.device() || tensor.layout() != shared.layout()) {
@@ -261,18 +262,18 @@ SharedParameters::Changes SharedParameters::changes(bool makes_graph) const {
                                                   : Change::kReplacedElsewhere;
       if (mine) sample = sample_of(at::empty_like(shared).copy_(tensor));
     } else {
-      if (mine) sample = sample_of(tensor);
+      if (has_sample) sample = sample_of(tensor);
       if (is_written && !mine)
         change = Change::kForeign;
-      else if (phase_->reading && (is_written || (mine && !entry.is_in_parts && sample != entry.sample)))
+      else if (phase_->reading && (is_written || (has_sample && sample != entry.sample)))
         change = Change::kUpdatedWhileRead;
       else if (is_written)
         change = Change::kUpdated;
     }
     changes.worst.push_back(packed(change, rank));
     const auto value = static_cast<int64_t>(sample >> (64 - kSampleBits));
-    changes.largest.push_back(mine ? packed(value, rank) : -1);
-    changes.smallest.push_back(mine ? packed(kLargestSample - value, rank) : -1);
+    changes.largest.push_back(has_sample ? packed(value, rank) : -1);
+    changes.smallest.push_back(has_sample ? packed(kLargestSample - value, rank) : -1);
   }
   return changes;
 }
@@ -351,6 +352,7 @@ void SharedParameters::throw_if_wrong(const Changes& of_all) {
 // All ranks throw the same, in every forward() until the values are equal again.
 void SharedParameters::throw_if_hosts_differ(const Changes& of_all) const {
   for (size_t i = 0; i < entries_.size(); ++i) {
+    if (entries_[i].is_in_parts) continue;
     const int64_t largest = finding_of(of_all.largest[i]);
     const int64_t smallest = kLargestSample - finding_of(of_all.smallest[i]);
     if (largest == smallest) continue;
