@@ -4,7 +4,7 @@
     bench/run.py --build build/release [--json FILE] [--ranks 2] [--rounds 3]
                  [--only all_reduce,messages,others,ddp,buckets,ddp_memory,ddp_construction,ddp_watch,ddp_share,zero,
                          slow_link,sync_batch_norm,launch,recovery,snapshot,crowd,pinned,rpc,transport,autograd,optim,
-                         optimizers,meta,fsdp,rows,hosts,hosts_collectives,limit,fault,idle,memory,copy]
+                         optimizers,meta,fsdp,embedding,hosts,hosts_collectives,limit,fault,idle,memory,copy]
 
 The implementations take turns, `rounds` times, so that a noisy minute affects all of them. Of collectives and messages
 the median of the rounds' ratios to the fastest peer counts, from rounds in the machine's fast state (bench/rounds.py);

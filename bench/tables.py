@@ -149,7 +149,7 @@ def show_fsdp(rows):
           ["impl", "ms", "largest memory, MiB"], lines)
 
 
-def show_rows(rows):
+def show_embedding(rows):
     ours = next((row["ms"] for row in rows if row["impl"] == "muster-fsdp-rows"), None)
     lines = [[row["impl"], f'{row["ms"]:.0f}', f'{row["ms"] / ours:.2f}', f'{row["host_mib"]:.0f}',
               f'{row["rank_mib"]:.0f}', row["loss"]] for row in rows]
@@ -279,7 +279,7 @@ SHOW = {  # by the name of the benchmark: the function that prints its rows
     "slow_link": show_slow_link,
     "sync_batch_norm": show_sync_batch_norm,
     "fsdp": show_fsdp,
-    "rows": show_rows,
+    "embedding": show_embedding,
     "hosts": show_hosts,
     "hosts_collectives": show_hosts_collectives,
     "limit": show_limit,

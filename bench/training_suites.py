@@ -114,7 +114,7 @@ class TrainingSuites(Runner):
         commands.append(self.job("bench_fsdp", "--sync", "none", *large, *keep, ranks=1))
         return self.best_of_rounds(commands, lambda row: (row["impl"], row["ranks"], row["tokens"]), "ms", min)
 
-    def rows(self):
+    def embedding(self):
         """A model most of which is one embedding of 50,000 words, with owners of parameters and of rows."""
         size = ["--vocabulary", "50000", "--blocks", "2"]
         commands = [self.job("bench_fsdp", *size, "--sync", sync) for sync in ("fsdp", "ddp")]
@@ -122,7 +122,7 @@ class TrainingSuites(Runner):
         for backend in ("gloo", "muster"):
             commands.append(self.torchrun("fsdp_torch.py", *size, "--backend", backend))
         rows = self.best_of_rounds(commands, lambda row: row["impl"], "ms", min)
-        return [dict(row, bench="rows") for row in rows]
+        return [dict(row, bench="embedding") for row in rows]
 
     def hosts(self):
         """Steps on two hosts of two ranks each, with a gigabit per second between them."""
