@@ -39,6 +39,13 @@ struct Bell {
     return true;
   }
 
+  // Steps 4 and 5 if a thread is seen to sleep, without the fence, at which this core would wait until its stores have
+  // reached the others. It may miss one that has just begun to sleep, so a ring() has to follow: this only lets a sleeper
+  // wake up while more is being written.
+  void hint() {
+    if (static_cast<int32_t>(waiters.load(std::memory_order_relaxed)) > 0) wake();
+  }
+
   // Steps 4 and 5, without regard to `waiters`.
   void wake() {
     word.fetch_add(1, std::memory_order_seq_cst);

@@ -26,7 +26,7 @@ void take(uint8_t* HWY_RESTRICT to, uint8_t* HWY_RESTRICT from, size_t lines) {
   };
   const auto leave = [&](size_t at) HWY_ATTR {
     auto* const word = reinterpret_cast<volatile uint64_t*>(from + at);
-    if (kLeave != Leave::kNothing) *word = kLeave == Leave::kZero ? 0 : *word;
+    if (kLeave == Leave::kUnchanged) *word = *word;
   };
   size_t at = 0;
   // Several loads before the first store: a load from an address that equals that of a store before it in the low 12
@@ -61,8 +61,6 @@ void take_any(uint8_t* to, uint8_t* from, size_t lines, Leave leave, bool stream
       return take<Leave::kNothing>(to, from, lines, stream);
     case Leave::kUnchanged:
       return take<Leave::kUnchanged>(to, from, lines, stream);
-    case Leave::kZero:
-      return take<Leave::kZero>(to, from, lines, stream);
   }
 }
 

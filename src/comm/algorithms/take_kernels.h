@@ -12,7 +12,7 @@ namespace muster::comm {
 inline constexpr size_t kCacheLine = 64;
 
 // What a copy writes to the first word of each line that it has read.
-enum class Leave : uint8_t { kNothing, kUnchanged, kZero };
+enum class Leave : uint8_t { kNothing, kUnchanged };
 
 // Copies `lines` lines from `from`, which begins on a line, to `to`. If `stream`, and `to` begins on a line, too, the
 // copy does not come into this core's caches, which is faster if it does not fit there anyway.

@@ -153,9 +153,11 @@ void OperationCounters::count(const Operation& operation) { count(bytes_of(opera
 
 CommStats OperationCounters::stats() const {
   return {.operations = completed(),
-          .bytes = bytes.load(std::memory_order_relaxed) + queued_bytes.load(std::memory_order_relaxed),
+          .bytes = bytes.load(std::memory_order_relaxed) + queued_bytes.load(std::memory_order_relaxed) +
+                   locked_bytes.load(std::memory_order_relaxed),
           .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed) +
-                                              queued_blocked_ns.load(std::memory_order_relaxed))};
+                                              queued_blocked_ns.load(std::memory_order_relaxed) +
+                                              locked_blocked_ns.load(std::memory_order_relaxed))};
 }
 
 const char* profiling_title(const Operation& operation) {

@@ -37,6 +37,10 @@ struct OperationCounters {
   std::atomic<uint64_t> queued_operations{0}, queued_bytes{0};
   std::atomic<int64_t> queued_blocked_ns{0};
 
+  // For messages that are counted while their backend's lock is held, likewise.
+  std::atomic<uint64_t> locked_operations{0}, locked_bytes{0};
+  std::atomic<int64_t> locked_blocked_ns{0};
+
   void count(const Operation& operation);
   void count(uint64_t size) {
     operations.fetch_add(1, std::memory_order_relaxed);
@@ -47,8 +51,14 @@ struct OperationCounters {
     add(queued_bytes, size);
     add(queued_blocked_ns, int64_t{blocked.count()});
   }
+  void count_with_lock(uint64_t size, std::chrono::nanoseconds blocked) {
+    add(locked_operations, uint64_t{1});
+    add(locked_bytes, size);
+    if (blocked.count() != 0) add(locked_blocked_ns, int64_t{blocked.count()});
+  }
   uint64_t completed() const {
-    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed);
+    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed) +
+           locked_operations.load(std::memory_order_relaxed);
   }
   void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
   CommStats stats() const;

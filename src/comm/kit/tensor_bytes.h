@@ -94,13 +94,11 @@ class SmallByteCall {
   if (second.scalar_type() != dtype_) return false;
   const Bytes other = data_of(second);
   // Parts that are the same memory do no harm. run_on_bytes() copies tensors that overlap in another way.
-  if (const size_t own = call_.bytes();
-      own > 0 && call_.data < other + second.nbytes() && other < call_.data + own &&
-      (call_.kind == OpKind::kAllToAll ? call_.data != other : (call_.data - other) % static_cast<ptrdiff_t>(own) != 0))
-    return false;
+  const size_t own = call_.bytes();
+  const auto overlap = [&](size_t others) { return call_.data < other + others && other < call_.data + own; };
   if (call_.kind == OpKind::kAllToAll) {  // `tensor` has all parts, not one
     if (call_.count % n != 0 || (tensor.dim() > 0 && tensor.size(0) % static_cast<int64_t>(n) != 0) ||
-        second.sizes() != tensor.sizes())
+        second.sizes() != tensor.sizes() || (overlap(own) && call_.data != other))
       return false;
     const size_t part = call_.bytes() / n;
     each(call_.data, part, outputs_);
@@ -110,7 +108,8 @@ class SmallByteCall {
     call_.outputs = std::span(outputs_).first(n);
     call_.send = call_.receive = std::span(sizes_).first(n);
     call_.count = 0;
-  } else if (static_cast<size_t>(second.numel()) != call_.count * n) {
+  } else if (static_cast<size_t>(second.numel()) != call_.count * n ||
+             (overlap(own * n) && (call_.data - other) % static_cast<ptrdiff_t>(own) != 0)) {
     return false;
   } else if (call_.kind == OpKind::kReduceScatter) {
     each(other, call_.bytes(), inputs_);

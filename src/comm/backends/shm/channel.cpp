@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "base/copy.h"
+#include "base/random.h"
 #include "base/text.h"
 #include "comm/kit/failure_note.h"
 #include "shm/exchange.h"
@@ -42,6 +44,15 @@ void put(const std::string& text, char (&to)[kSize]) {
 template <size_t kSize>
 std::string string_in(const char (&from)[kSize]) {
   return {from, strnlen(from, kSize)};
+}
+
+// No position; the lowest bits, which positions do not have, are 0.
+uint64_t new_stamp_key() {
+  std::array<unsigned char, sizeof(uint64_t)> bytes{};
+  random_bytes(bytes);
+  uint64_t key = 0;
+  std::memcpy(&key, bytes.data(), sizeof key);
+  return (key | uint64_t{1} << 63) / kRecordLine * kRecordLine;
 }
 
 std::string_view to_string(Phase phase) {
@@ -84,6 +95,7 @@ Channel::Channel(Store& store, const std::string& prefix, int rank, int size, Ch
     for (int r = 0; r < size; ++r) new (&control(r)) RankControl;
     for (auto& word : board()) new (&word) std::atomic<uint64_t>(0);
     header().size = static_cast<uint32_t>(size);
+    header().stamp_key = new_stamp_key();
     header().magic = kMagic;
   }
   std::vector<int> given;

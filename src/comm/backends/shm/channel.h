@@ -136,6 +136,7 @@ class Channel {
   }
   void commit_staging();  // before this rank first uses its staging
   RankControl& control(int peer) const { return *reinterpret_cast<RankControl*>(base() + layout_.control_at(peer)); }
+  uint64_t stamp_key() const { return header().stamp_key; }
   std::byte* ring(int from, int to) const { return base() + layout_.ring_at(from, to); }
   void commit_ring(int to);
 

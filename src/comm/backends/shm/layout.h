@@ -31,7 +31,7 @@
 namespace muster::comm::shm_backend {
 
 // "\0muster6"; change it with the layout below, and with that of messages (messages.h).
-inline constexpr uint64_t kMagic = 0x36726574'73756d00;
+inline constexpr uint64_t kMagic = 0x37726574'73756d00;
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;
 inline constexpr size_t kSlotPayload = 4096;  // of one operation's data
@@ -111,6 +111,7 @@ struct alignas(kLine) RankControl {
 struct alignas(kLine) GroupHeader {
   uint64_t magic = 0;
   uint32_t size = 0;
+  uint64_t stamp_key = 0;                         // a random number, for the stamps of messages
   alignas(kLine) std::atomic<uint64_t> abort{0};  // 0, or ErrorCode + 1 | subject's rank << 8 | reporter's rank << 32
 };
 

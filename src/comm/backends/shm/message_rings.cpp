@@ -1,4 +1,6 @@
 // Messages through the rings (messages.h): what one side writes and the other reads, and which receive gets it.
+#include <c10/core/ScalarType.h>
+
 #include <algorithm>
 
 #include "base/copy.h"
@@ -39,7 +41,8 @@ bool is_for(const PostedReceive& posted, uint64_t position, const MessageHeader&
 Messages::Ring::Ring(Channel& channel, int from, int to)
     : control(*reinterpret_cast<RingControl*>(channel.ring(from, to))),
       data(channel.ring(from, to) + sizeof(RingControl)),
-      size(channel.layout().ring) {}
+      size(channel.layout().ring),
+      key(channel.stamp_key()) {}
 
 // Positions are multiples of a line.
 void Messages::Ring::write_data(uint64_t position, const std::byte* from, size_t bytes) const {
@@ -47,10 +50,16 @@ void Messages::Ring::write_data(uint64_t position, const std::byte* from, size_t
   copy_bytes(at(position), from, first);
   copy_bytes(data, from + first, bytes - first);
 }
-void Messages::Ring::read_data(uint64_t position, std::byte* to, size_t bytes, bool stream) const {
+// `whole`: bytes of the message.
+void Messages::Ring::read_data(uint64_t position, std::byte* to, size_t bytes, size_t whole) const {
   const size_t first = std::min<size_t>(bytes, size - (position & (size - 1)));
-  take_and_clear(to, at(position), first, stream);
-  take_and_clear(to + first, data, bytes - first, stream);
+  if (memcpy_takes(whole)) {
+    copy_bytes(to, at(position), first);
+    copy_bytes(to + first, data, bytes - first);
+  } else {
+    take_bytes(to, at(position), first, streams(whole));
+    take_bytes(to + first, data, bytes - first, streams(whole));
+  }
 }
 
 uint64_t Messages::room(int peer, uint64_t wanted) {
@@ -80,7 +89,7 @@ bool Messages::begin(int peer, const MessageHeader& header, const std::byte* dat
     ring.control.copied_by_sender.store(0, std::memory_order_relaxed);
     ++referenced_[peer];
   }
-  line.stamp.store(end | (whole ? RecordLine::kWhole : 0), std::memory_order_release);
+  line.stamp.store(ring.stamp_of(end) | (whole ? RecordLine::kWhole : 0), std::memory_order_release);
   return true;
 }
 
@@ -102,7 +111,7 @@ uint64_t Messages::posted_place(int peer, const MessageHeader& header) const {
 uint64_t Messages::write_to_posted(Message& message) {
   const uint64_t rest = message.header.bytes - message.moved, now = std::min(rest, kTurn);
   std::byte* const to = channel_.heap(message.peer) + message.target;
-  if (now == rest) channel_.control(message.peer).inbox.ring();  // a peer that sleeps wakes up while these are written
+  if (now == rest) channel_.control(message.peer).inbox.hint();  // a peer that sleeps wakes up while these are written
   copy_bytes(to + message.moved, message.data + message.moved, now);
   message.moved += now;
   return now;
@@ -141,7 +150,7 @@ bool Messages::push(int peer, Completed& completed) {
       bytes += now;
       visible = true;
     }
-    if (first && visible) bell.ring();  // a peer that sleeps wakes up while the rest is written
+    if (first && visible) bell.hint();  // a peer that sleeps wakes up while the rest is written
     if (by_reference && !is_copied(message)) {
       const uint64_t now = help(message);
       if (now == 0) break;
@@ -187,18 +196,8 @@ bool Messages::is_copied(const Message& message) const {
   return message.number != 0 && out_[message.peer].control.copied.load(std::memory_order_acquire) >= message.number;
 }
 
-// Copies what the line at `position` says, where has_line() has seen one. A peer that is defective may change it.
-void Messages::look_at_line(int peer, Incoming& in, uint64_t position) const {
-  const RecordLine& line = in_[peer].line(position);
-  in.begun = true;
-  in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
-  in.header = line.header;
-  if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
-}
-
 // Moves `position` behind that line. Returns false if no message can have such a header; then the group has failed.
 bool Messages::take_line(int peer, const Incoming& in, uint64_t& position) {
-  in_[peer].line(position).stamp.store(0, std::memory_order_relaxed);
   const bool may_be_there = in.in_place()
                                 ? is_for(in_[peer].control.posted, position, in.header)
                                 : !in.by_reference() || channel_.lies_on_heap(peer, in.header.place, in.header.bytes);
@@ -236,7 +235,7 @@ bool Messages::copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& p
   const uint64_t rest = in.header.bytes - in.data_bytes;
   const uint64_t there = in.whole ? rest : in_[peer].control.written.load(std::memory_order_acquire) - position;
   const uint64_t now = std::min({rest, there, piece_of(in.header.bytes)});
-  in_[peer].read_data(position, to + in.data_bytes, now, streams(in.header.bytes));
+  in_[peer].read_data(position, to + in.data_bytes, now, in.header.bytes);
   position += whole_lines(now);
   in.data_bytes += now;
   return in.data_bytes == in.header.bytes;
@@ -337,7 +336,7 @@ bool Messages::pull(int peer, Completed& completed, const int* sought) {
     bytes += now;
     if (position != start) {
       ring.control.read.store(position, std::memory_order_release);
-      if (!freed) bell.ring();  // a sender that sleeps because the ring is full writes while the rest is read
+      if (!freed) bell.hint();  // a sender that sleeps because the ring is full writes while the rest is read
       freed = true;
     }
     if (complete) {

@@ -4,14 +4,18 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/processor.h"
 #include "comm/backends/shm/messages.h"
 
 namespace muster::comm::shm_backend {
 
-// A message moves in pieces, so that its receiver reads one while its sender writes the next: at least four, if they
-// are not shorter than 2 KiB, of at most half a core's first-level cache.
-inline constexpr uint64_t piece_of(uint64_t bytes) {
-  return std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
+// A message moves in pieces, so that its receiver reads one while its sender writes the next: two or four of them, if
+// they are not too short, of at most half a core's first-level cache. Each piece costs a line that moves between the
+// cores. Measured on a Zen 5 and a Zen 4 (docs/decisions/0009).
+inline uint64_t piece_of(uint64_t bytes) {
+  static const bool few = is_zen_5_or_later();
+  return few ? std::clamp<uint64_t>(bytes / 2 / kRecordLine * kRecordLine, 8 << 10, 16 << 10)
+             : std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
 }
 // After so many bytes from or to one peer, it is the others' turn.
 inline constexpr uint64_t kTurn = uint64_t{256} << 10;

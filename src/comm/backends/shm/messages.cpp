@@ -9,6 +9,7 @@
 #include "base/copy.h"
 #include "base/text.h"
 #include "comm/backends/shm/message_sizes.h"
+#include "comm/kit/callbacks_elsewhere.h"
 
 namespace muster::comm::shm_backend {
 
@@ -60,7 +61,8 @@ void Messages::move_until(Message& message, int peer) {
   }
 }
 
-bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site) {
+bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site,
+                        Told ends) {
   const std::lock_guard lock(mutex_);
   channel_.check();
   if (!sends_[peer].empty()) return false;
@@ -72,17 +74,18 @@ bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, c
   begin(peer, header, data, whole);
   shm::Bell& bell = channel_.control(peer).inbox;
   if (!whole) {
-    bell.ring();  // a peer that sleeps wakes up while the rest is written
+    bell.hint();  // a peer that sleeps wakes up while the rest is written
     const uint64_t piece = piece_of(header.bytes);
     for (uint64_t sent = 0; sent < header.bytes; sent += piece)
       put_piece(peer, data + sent, std::min(piece, header.bytes - sent));
   }
+  ends();
   bell.ring();
   return true;
 }
 
 bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
-                           const std::source_location& site, c10::function_ref<void()> before_wait) {
+                           const std::source_location& site, Told before_wait, Told ends) {
   channel_.check();
   const Ring& ring = in_[peer];
   if (!look(peer, [&] { return ring.has_line(); })) return false;
@@ -97,14 +100,14 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
     if (in.header.tag != wanted.tag || in.header.bytes != wanted.bytes || in.header.dtype != wanted.dtype ||
         in.header.place != kNotOnHeap)
       return false;
-    if (!take_line(peer, in, position)) return false;
+    position += kRecordLine;
     bool complete = in.in_line();
     if (complete) copy_bytes(data, in.data, in.header.bytes);
     const auto more = [&] { return ring.control.written.load(std::memory_order_acquire) != position; };
     while (!complete && !(complete = copy_from_ring(peer, in, data, position))) {
       ring.control.read.store(position, std::memory_order_release);  // the sender may wait for room
       if (more()) continue;
-      channel_.control(peer).inbox.ring();
+      channel_.control(peer).inbox.hint();
       if (!look(peer, [&] { return more() || channel_.failed(); }) || !more()) break;
     }
     if (!complete) {
@@ -119,12 +122,15 @@ bool Messages::receive_now(int peer, const MessageHeader& wanted, std::byte* dat
       incoming_[peer] = in;
     }
     ring.control.read.store(position, std::memory_order_release);
+    if (complete) ends();
     channel_.control(peer).inbox.ring();
     if (complete) return true;
   }
   before_wait();
   move_until(*rest, peer);
   if (rest->error) std::rethrow_exception(rest->error);
+  const std::lock_guard lock(mutex_);
+  ends();
   return true;
 }
 
@@ -263,6 +269,13 @@ void Messages::report(const Completed& completed) {
   Completed with_callbacks = tell(completed);
   if (with_callbacks.empty()) return;
   std::unique_lock lock(mutex_);
+  if (callbacks_run_elsewhere) try {
+      callbacks_.insert(callbacks_.end(), with_callbacks.begin(), with_callbacks.end());
+      return let_work();
+    } catch (const std::exception&) {  // no thread can start
+      with_callbacks.assign(callbacks_.begin(), callbacks_.end());
+      callbacks_.clear();
+    }
   run_callbacks(std::move(with_callbacks), lock);
 }
 

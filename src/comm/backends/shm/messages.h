@@ -7,14 +7,16 @@
 // bell.
 //
 //   sender                                             receiver, at position `read`
-//   1 data; header, in the line at `written`           a line.stamp == read + kLine   (acquire)
+//   1 data; header, in the line at `written`           a line.stamp is for read + kLine (acquire)
 //   2 written += what is there   (release)             b copies the header and what is there of the data: all of it if
 //   3 line.stamp = its end       (release)               the stamp says so, else up to `written` (acquire)
-//   4 further pieces: data; written (release)          c first word of each line = 0
-//   5 rings the receiver's inbox                       d read += these lines (release); rings the sender's inbox
+//   4 further pieces: data; written (release)          c read += these lines (release); rings the sender's inbox
+//   5 rings the receiver's inbox
 //
-// So a small message is one cache line that moves from core to core. Nothing else can look like a stamp: positions only
-// grow, and (c) leaves 0 where data may have looked like one.
+// So a small message is one cache line that moves from core to core. A stamp is a position that is combined with a
+// random number, the group's own. Positions only grow, so an old stamp is none for a later message at its place; and a
+// word of data that happens to lie where the receiver looks is the stamp with a probability of 2^-57.
+// The receiver only reads the line: to write to it would take it away from the sender, while the receiver waits.
 //
 // A large message that lies on the sender's heap goes by reference: only its line goes through the ring, and the
 // receiver copies the data from the sender's heap. If the receive's tensor lies on the receiver's heap, the receiver
@@ -57,6 +59,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -90,7 +93,7 @@ struct alignas(kRecordLine) RecordLine {
   static constexpr uint64_t kWhole = 1;  // in the stamp: all data of the message were there before it
   static constexpr size_t kData = 32;
 
-  std::atomic<uint64_t> stamp;  // the position behind this line, and kWhole
+  std::atomic<uint64_t> stamp;  // stamp_of() the position behind this line, and perhaps kWhole
   MessageHeader header;
   std::byte data[kData];
 };
@@ -135,10 +138,13 @@ class Messages {
   // want it. If they return false, they have done nothing. If a message begins but does not go on soon, receive_now()
   // calls before_wait() and waits for the rest like run(), for `timeout` at most.
   static constexpr uint64_t kSmall = uint64_t{64} << 10;
-  bool send_now(int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {});
+  // ends() is called at the end, with the lock.
+  using Told = c10::function_ref<void()>;
+  bool send_now(
+      int peer, MessageHeader header, const std::byte* data, const std::source_location& site = {}, Told ends = [] {});
   bool receive_now(
       int peer, const MessageHeader& wanted, std::byte* data, std::chrono::nanoseconds timeout,
-      const std::source_location& site = {}, c10::function_ref<void()> before_wait = [] {});
+      const std::source_location& site = {}, Told before_wait = [] {}, Told ends = [] {});
   void submit(const std::shared_ptr<Message>& message);
   // Returns when the message, which was submitted, is complete. `peer`: its own before that.
   void move_until(Message& message, int peer);
@@ -194,15 +200,16 @@ class Messages {
   // A ring as one of its two ends sees it. Its size is a power of two.
   struct Ring {
     Ring(Channel& channel, int from, int to);
+    uint64_t stamp_of(uint64_t end) const { return end ^ key; }
     std::byte* at(uint64_t position) const { return data + (position & (size - 1)); }
     RecordLine& line(uint64_t position) const { return *reinterpret_cast<RecordLine*>(at(position)); }
     uint64_t read() const { return control.read.load(std::memory_order_relaxed); }        // at the receiver's end
     uint64_t written() const { return control.written.load(std::memory_order_relaxed); }  // at the sender's end
     void write_data(uint64_t position, const std::byte* from, size_t bytes) const;
-    void read_data(uint64_t position, std::byte* to, size_t bytes, bool stream) const;
+    void read_data(uint64_t position, std::byte* to, size_t bytes, size_t whole) const;
     bool has_line() const {  // at the receiver's end: whether there is a line at the read position
       const uint64_t position = read(), stamp = line(position).stamp.load(std::memory_order_acquire);
-      return (stamp & ~RecordLine::kWhole) == position + kRecordLine;
+      return (stamp & ~RecordLine::kWhole) == stamp_of(position + kRecordLine);
     }
     // At the receiver's end: whether all has been read. The acquire lets the receiver see all that a peer sent before
     // the peer was seen to have left.
@@ -210,7 +217,7 @@ class Messages {
 
     RingControl& control;
     std::byte* data;
-    uint64_t size;
+    uint64_t size, key;
   };
 
   void post(const std::shared_ptr<Message>& message);
@@ -234,7 +241,14 @@ class Messages {
   uint64_t write_to_posted(Message& message);  // a turn; returns how many bytes
   // Posts the oldest receive from `peer`, or from each rank (kAnySource), if it can be.
   void post_receive(int peer);
-  void look_at_line(int peer, Incoming& in, uint64_t position) const;
+  // Copies what the line at `position` says, where has_line() has seen one. A peer that is defective may change it.
+  void look_at_line(int peer, Incoming& in, uint64_t position) const {
+    const RecordLine& line = in_[static_cast<size_t>(peer)].line(position);
+    in.begun = true;
+    in.whole = (line.stamp.load(std::memory_order_relaxed) & RecordLine::kWhole) != 0;
+    in.header = line.header;
+    if (in.in_line()) std::memcpy(in.data, line.data, sizeof in.data);
+  }
   bool take_line(int peer, const Incoming& in, uint64_t& position);
   bool match(int peer, Incoming& in, const int* sought);
   bool copy_reference(int peer, Incoming& in, std::byte* to);

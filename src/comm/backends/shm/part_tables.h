@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <string>
-#include <vector>
+#include <iterator>
+#include <memory>
 
 #include "base/copy.h"
 #include "base/text.h"
@@ -96,10 +96,17 @@ class PartTables {
     for (size_t r = 0; r < n_; ++r) uniform_ = uniform_ && said(r) == said(0);
     if (uniform_) [[likely]]
       return;
+    compare_tables();
+  }
+
+  [[gnu::noinline]] void compare_tables() {
     // A copy: what was compared is what counts, whatever a defective peer writes.
-    entries_.resize(2 * n_ * n_);
+    if (const size_t words = 2 * n_ * n_; words > std::size(few_)) {
+      many_ = std::make_unique_for_overwrite<uint64_t[]>(words);
+      entries_ = many_.get();
+    }
     for (size_t r = 0; r < n_; ++r)
-      if (!even(r)) std::memcpy(&entries_[r * 2 * n_], payload(r), 2 * table());
+      if (!even(r)) std::memcpy(entries_ + r * 2 * n_, payload(r), 2 * table());
     for (size_t from = 0; from < n_; ++from) {
       uint64_t sent = 0;
       for (size_t to = 0; to < n_; ++to)
@@ -129,7 +136,10 @@ class PartTables {
   Channel& channel_;
   const size_t n_;
   bool uniform_ = false;
-  std::vector<uint64_t> entries_;  // the tables of ranks whose parts are not even
+  // The tables of ranks whose parts are not even.
+  uint64_t few_[2 * 8 * 8];
+  std::unique_ptr<uint64_t[]> many_;
+  uint64_t* entries_ = few_;
 };
 
 }  // namespace muster::comm::shm_backend

@@ -189,9 +189,9 @@ bool ShmBackend::run_small_message(const SmallCall& small) {
   if (bytes > Messages::kSmall) return false;
   Bytes const data = data_of(tensor);
   const MessageHeader header{.bytes = bytes, .tag = small.tag, .dtype = static_cast<uint8_t>(dtype)};
-  return run_message_framed(small, dtype, bytes, [&](const auto& waits) {
-    if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data, small.site);
-    return messages_.receive_now(small.peer, header, data, timeout_for(small.timeout), small.site, waits);
+  return run_message_framed(small, dtype, bytes, [&](const auto& waits, const auto& ends) {
+    if (small.kind == OpKind::kSend) return messages_.send_now(small.peer, header, data, small.site, ends);
+    return messages_.receive_now(small.peer, header, data, timeout_for(small.timeout), small.site, waits, ends);
   });
 }
 

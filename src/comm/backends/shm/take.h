@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "base/copy.h"
+#include "base/processor.h"
 #include "comm/algorithms/take_kernels.h"
 #include "comm/core/bytes.h"
 
@@ -33,6 +34,14 @@ inline void take(Bytes data, size_t bytes) {
 // Whether the copy of so many bytes stays out of this core's caches, because it has no room there.
 inline bool streams(size_t bytes) { return bytes >= size_t{24} << 20; }
 
+// Whether memcpy() copies so many bytes that another core has just written faster than this core takes them, if the
+// other core writes them with memcpy(), too: on processors whose "rep movsb" overwrites whole lines without a look at
+// what they held. Measured on a Zen 5 (docs/decisions/0009); on a Zen 4 it does not.
+inline bool memcpy_takes(size_t bytes) {
+  static const bool can = is_zen_5_or_later();
+  return can && bytes >= size_t{32} << 10;
+}
+
 // Copies and takes. `stream`: the copy does not come into this core's caches.
 inline void take_bytes(Bytes to, Bytes from, size_t bytes, bool stream = false) {
   size_t head = (kCacheLine - reinterpret_cast<uintptr_t>(from) % kCacheLine) % kCacheLine;
@@ -44,16 +53,6 @@ inline void take_bytes(Bytes to, Bytes from, size_t bytes, bool stream = false) 
   const size_t tail = head + lines * kCacheLine;
   copy_bytes(to + tail, from + tail, bytes - tail);
   take(from + tail, bytes - tail);
-}
-
-// The same for `bytes` at the start of a line of which this rank may write all lines that they touch: leaves 0 in the
-// first word of each.
-inline void take_and_clear(Bytes to, Bytes from, size_t bytes, bool stream) {
-  const size_t lines = bytes / kCacheLine, tail = lines * kCacheLine;
-  take_lines(to, from, lines, Leave::kZero, stream);
-  if (tail == bytes) return;
-  copy_bytes(to + tail, from + tail, bytes - tail);
-  *reinterpret_cast<uint64_t*>(from + tail) = 0;
 }
 
 // Copies without writing to `from`, which begins on a line.
