@@ -154,6 +154,18 @@ TEST_P(Forms, OutputsMayBeTheInputShifted) {
         sum = at::zeros({count - 2 + me});
         for (int r = 0; r < kRanks; ++r) sum += line_of(r).narrow(0, begin(me), count - 2 + me);
         EXPECT_TRUE(at::equal(mine, sum));
+
+        // Into another rank's part, of two ranks that have equal ones.
+        const auto two_equal = [&](const at::Tensor& of) {
+          return std::vector<at::Tensor>{of.narrow(0, 0, count), of.narrow(0, count, count),
+                                         of.narrow(0, 2 * count, count - 1)};
+        };
+        memory.copy_(line_of(me));
+        const at::Tensor there = me < 2 ? two_equal(memory)[static_cast<size_t>(1 - me)] : two_equal(memory)[2];
+        reduce_scatter(there, two_equal(memory));
+        sum = at::zeros_like(there);
+        for (int r = 0; r < kRanks; ++r) sum += two_equal(line_of(r))[static_cast<size_t>(me)];
+        EXPECT_TRUE(at::equal(there, sum));
       }
   });
 }

@@ -356,7 +356,6 @@ TEST_P(Groups, AnOperationGoesOnWhenTheLastHandleGoes) {
   });
 }
 
-// Code for c10d uses a group as a c10d::Backend.
 // Also groups whose last handle is gone while an operation is under way.
 TEST_P(Groups, AnAbortReachesThoseWithoutAHandle) {
   run(2, [](World& world) {
@@ -421,6 +420,7 @@ TEST(GroupsFork, AForkThatDropsAGroupEndsNothing) {
   }
 }
 
+// Code for c10d uses a group as a c10d::Backend.
 TEST_P(Groups, SpeakC10d) {
   run(2, [](World& world) {
     const auto backend = world.group().c10d_backend();

@@ -81,7 +81,6 @@ TEST(Hosts, ALeaderThatEndsInALargeBroadcast) {
       options_of("auto", fault_of(FaultAction::kKill, 2, FaultPhase::kMiddle)));
 }
 
-// Messages from any host, including the receiver's, on hosts of all kinds.
 // A callback of one of them may receive and wait for that: with its own tag, with another one, from a rank or from any.
 TEST(Hosts, CallbacksOfReceivesFromAnybodyMayReceive) {
   run_on({"a", "a", "b"}, [](World& world) {
@@ -124,6 +123,40 @@ TEST(Hosts, CallbacksOfReceivesFromAnybodyMayReceive) {
   });
 }
 
+// The thread that looks for messages from anybody moves other messages, too. Their callbacks may wait for it.
+TEST(Hosts, CallbacksBesideReceivesFromAnybodyMayReceiveFromAnybody) {
+  run_on({"a", "a", "b"}, [](World& world) {
+    const Group group = world.group();
+    for (const int tag : {5, 6}) {  // that of the receive that waits, and another one
+      const at::Tensor first = at::zeros({3}), second = at::zeros({3}), last = at::zeros({3});
+      if (world.rank() == 1) {
+        world.store().get(text("posted ", tag), patience());
+        send(at::full({3}, 1, at::kFloat), 0, {.tag = 9});
+        world.store().get(text("in callback ", tag), patience());
+      }
+      if (world.rank() == 2) {
+        world.store().get(text("in callback ", tag), patience());
+        for (const int value : {2, 3}) send(at::full({3}, value, at::kFloat), 0, {.tag = value == 2 ? 5 : tag});
+      }
+      if (world.rank() == 0) {
+        std::promise<void> over;
+        Work waiting = irecv(first, kAnySource, {.tag = 5}), other = irecv(second, 1, {.tag = 9});
+        other.c10d_work()->getFuture()->addCallback([&](c10::ivalue::Future&) {
+          world.store().set(text("in callback ", tag), "");
+          recv(last, kAnySource, {.tag = tag, .group = group});
+          over.set_value();
+        });
+        world.store().set(text("posted ", tag), "");
+        auto ended = over.get_future();
+        ASSERT_EQ(ended.wait_for(kPatience), std::future_status::ready);
+        waiting.wait();
+        EXPECT_TRUE(first.eq(2).all().item<bool>() && last.eq(3).all().item<bool>());
+      }
+    }
+  });
+}
+
+// Messages from any host, including the receiver's, on hosts of all kinds.
 TEST(Hosts, ReceivesFromAnybody) {
   const std::vector<Hosts> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};
   for (const auto& hosts : shapes)

@@ -6,10 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <thread>
 
 #include "base/text.h"
 #include "multiprocess/fsdp_support.h"
@@ -260,6 +262,41 @@ TEST(FsdpRows, ChangesThatBreakTheRulesAreFound) {
     EXPECT_TRUE(torch::equal(rows, expected->b->weight.narrow(0, 0, 300)));
     zero_grad();
     step(5);
+    model.synchronize();
+  });
+}
+
+// As by vector_to_parameters().
+TEST(FsdpRows, MayGetNewStorage) {
+  on_hosts({"a", "a"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, by_rows());
+    model.synchronize();
+    for (Tensor& each : model.owned_parameters()) each.set_data(torch::full_like(each, 0.01));
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const Tensor loss = model(fsdp_input(world.rank(), 0)).sum();
+    EXPECT_TRUE(net->b->weight.eq(0.01F).all().item<bool>());
+    loss.backward();
+    optimizer.step();
+    model.synchronize();
+    EXPECT_FALSE(net->b->weight.eq(0.01F).any().item<bool>());
+    EXPECT_TRUE(torch::equal(net->b->weight, torch::cat({model.parameters()[2], model.parameters()[3]})));
+    model.synchronize();
+  });
+}
+
+// While other ranks update their rows, nobody looks at the parameter.
+TEST(FsdpRows, OneRankMayBeLate) {
+  on_hosts({"a", "a", "b", "b"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, by_rows());
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    for (int step = 0; step < 20; ++step) {
+      optimizer.zero_grad();
+      model(fsdp_input(world.rank(), step)).square().mean().backward();
+      if (world.rank() == step % 4) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      optimizer.step();
+    }
     model.synchronize();
   });
 }

@@ -286,20 +286,22 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 // The texts are PyTorch's, because its users and tools look for them. Unlike with gloo, all ranks know who is missing.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const Operation barrier = with_timeout({.kind = OpKind::kBarrier}, options);
+  const int me = shown_rank(getRank());
   const auto limit = options.timeout == c10d::kUnsetTimeout ? timeout() : options.timeout;
   const auto failure = [&](std::span<const int> missing, const char* why) {
     if (!wait_all_ranks && missing.size() > 1) missing = missing.first(1);
-    return text("[Rank ", getRank(), "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
+    return text("[Rank ", me, "]: Rank", missing.size() == 1 ? " " : "s ", join(missing),
                 " failed to pass monitoredBarrier in ", limit.count(), " ms",
                 getRank() == 0 ? ""
-                               : text("; Rank ", getRank(),
+                               : text("; Rank ", me,
                                       " successfully reached monitoredBarrier, but received errors while waiting for "
-                                      "send/recv from rank 0"),
+                                      "send/recv from rank ",
+                                      shown_rank(0)),
                 ". ", why);
   };
   translated(limit, [&] {
     if (limit.count() <= 0)
-      throw TimeoutError(text("[Rank ", getRank(), "]: Rank ", getRank(), " timed out in monitoredBarrier after 0 ms"));
+      throw TimeoutError(text("[Rank ", me, "]: Rank ", me, " timed out in monitoredBarrier after 0 ms"));
     try {
       run(barrier);
     } catch (const TimeoutError& error) {

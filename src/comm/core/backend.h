@@ -115,7 +115,8 @@ class Backend : public c10d::Backend {
   void enableCollectivesTiming() override {}  // stats() and the profiler have it
 
  protected:
-  bool for_pytorch_ = false;  // c10d's interface throws c10d's errors
+  virtual int shown_rank(int rank) const { return rank; }  // how messages number a rank of the group
+  bool for_pytorch_ = false;                               // c10d's interface throws c10d's errors
 
  private:
   template <typename Call>

@@ -23,26 +23,22 @@ bool unequal(const std::vector<at::Tensor>& parts) {
   return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.numel() != parts[0].numel(); });
 }
 
-// Whether another tensor's elements may be among those of `tensor`, unless they are just the same memory.
-bool may_overlap(const at::Tensor& tensor, const at::Tensor& other) {
+// Whether elements of one may be among those of the other.
+bool share_memory(const at::Tensor& one, const at::Tensor& other) {
   const auto range = [](const at::Tensor& of) {
     const auto* const begin = static_cast<const char*>(of.const_data_ptr());
     int64_t last = 0;  // of the elements
     for (int64_t dim = 0; dim < of.dim(); ++dim) last += (of.size(dim) - 1) * of.stride(dim);
     return std::pair(begin, of.numel() == 0 ? begin : begin + (last + 1) * static_cast<int64_t>(of.element_size()));
   };
-  if (tensor.layout() != at::kStrided || other.layout() != at::kStrided) return false;
-  const auto one = range(tensor), two = range(other);
-  if (one.first == two.first && one.second == two.second && tensor.is_contiguous() && other.is_contiguous())
-    return false;
-  return one.first < two.second && two.first < one.second;
+  const auto a = range(one), b = range(other);
+  return a.first < b.second && b.first < a.second;
 }
-
-// Where the parts of an operation are written one after the other: a copy of an input that an output overlaps.
-at::Tensor apart(const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
-  const bool copies =
-      std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) { return may_overlap(output, input); });
-  return copies ? input.clone() : input;
+// The same, unless both are just the same memory.
+bool may_overlap(const at::Tensor& one, const at::Tensor& other) {
+  const bool is_same = one.const_data_ptr() == other.const_data_ptr() && one.numel() == other.numel() &&
+                       one.is_contiguous() && other.is_contiguous();
+  return !is_same && share_memory(one, other);
 }
 
 // `to` may be `from`, seen through another view.
@@ -325,14 +321,18 @@ void QueuedBackend::run_parts(const Operation& operation, Deadline deadline, boo
 }
 
 void QueuedBackend::all_gather_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
-  copy_part(operation.outputs[static_cast<size_t>(getRank())], apart(operation.tensor, operation.outputs));
+  const at::Tensor& own = operation.outputs[static_cast<size_t>(getRank())];
+  copy_part(own, may_overlap(own, operation.tensor) ? operation.tensor.clone() : operation.tensor);
   for (int r = 0; r < getSize(); ++r)
     execute_one(part(operation, OpKind::kBroadcast, operation.outputs[static_cast<size_t>(r)], r), deadline, by_waiter);
 }
 
 void QueuedBackend::reduce_scatter_unequal(const Operation& operation, Deadline deadline, bool by_waiter) {
   Operation sum = operation.op == ReduceOp::PREMUL_SUM ? premultiplied(operation, getRank()) : operation;
-  for (auto& input : sum.inputs) input = apart(input, {sum.tensor});
+  for (size_t r = 0; r < sum.inputs.size(); ++r)
+    if (at::Tensor& input = sum.inputs[r];
+        r == static_cast<size_t>(getRank()) ? may_overlap(sum.tensor, input) : share_memory(sum.tensor, input))
+      input = input.clone();
   for (int r = 0; r < getSize(); ++r) {
     at::Tensor contribution = sum.inputs[static_cast<size_t>(r)];
     if (r == getRank()) {

@@ -106,8 +106,9 @@ class QueuedBackend : public Backend {
     return true;
   }
 
-  // The same for a message, which needs no queue: `body(waits)` returns whether it has done it, and calls waits() if it
-  // takes long, so that an entry in the black box says so.
+  // The same for a message, which needs no queue: `body(waits, ends)` returns whether it has done it. It calls ends() at
+  // the end, with the lock that all messages of this backend take, and waits() if it takes long, so that an entry in the
+  // black box says so.
   template <typename Body>
   bool run_message_framed(const SmallCall& call, at::ScalarType dtype, size_t bytes, Body&& body) {
     check_fork();
@@ -115,23 +116,27 @@ class QueuedBackend : public Backend {
     const auto self = c10::intrusive_ptr<QueuedBackend>::unsafe_reclaim_from_nonowning(this);  // run() says why
     const auto began = FastClock::now();
     std::optional<uint64_t> ticket;
+    auto ended = began;
     try {
-      if (!body([&] { ticket = log_.begin(call, dtype, bytes, shm::kNoSequence, began); })) return false;
+      const auto waits = [&] { ticket = log_.begin(call, dtype, bytes, shm::kNoSequence, began); };
+      const auto ends = [&] {
+        // A send that is done here has not waited; reading the clock again would take as long as the send.
+        if (call.kind != OpKind::kSend) ended = std::max(began, FastClock::now());  // it may step back
+        counters_->count_with_lock(bytes, ended - began);
+      };
+      if (!body(waits, ends)) return false;
     } catch (...) {
       if (ticket) log_.end(*ticket, std::current_exception());
       throw;
     }
-    // A send that is done here has not waited; reading the clock again would take as long as the send.
-    const auto ended = call.kind == OpKind::kSend ? began : std::max(began, FastClock::now());  // it may step back
     if (ticket) [[unlikely]]
       log_.end(*ticket, nullptr, ended);
     else
       log_.add(call, dtype, bytes, began, ended);
-    counters_->count(bytes);
-    if (ended != began) counters_->add_blocked(ended - began);
     return true;
   }
 
+  void hold_memory();  // for memory(); called while the caller owns a reference to this backend
   // Makes the work of a message. The caller completes it, and writes its entries in the black box.
   WorkPtr make_message_work(Operation message) {
     hold_memory();
@@ -149,7 +154,8 @@ class QueuedBackend : public Backend {
     if (forks_ != fork_count()) throw_forked();
   }
   [[noreturn]] void throw_forked() const;
-  bool in_fork() const;        // this process is a fork of the member; the membership belongs to its parent
+  bool in_fork() const;  // this process is a fork of the member; the membership belongs to its parent
+  int shown_rank(int rank) const final { return shown(rank); }
   int shown(int rank) const {  // the number of `rank` in messages and errors
     return shown_ranks_.empty() || rank < 0 ? rank : shown_ranks_[static_cast<size_t>(rank)];
   }
@@ -192,8 +198,6 @@ class QueuedBackend : public Backend {
   WorkPtr make_work(const OperationLog* log, std::shared_ptr<CollectiveQueue> queue, std::vector<Operation> operations,
                     Deadline deadline) const;
   WorkPtr enqueue(std::vector<Operation> operations);
-  void hold_memory();  // called while the caller owns a reference to this backend
-
   const std::string name_, group_name_;
   const std::vector<int> shown_ranks_;
   std::atomic<uint64_t> last_operation_{0};  // its kind | (its number + 1) << 8; 0: none yet

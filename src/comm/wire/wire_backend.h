@@ -69,6 +69,7 @@ class WireBackend final : public QueuedBackend {
   const Stragglers* stragglers() const override { return arrivals_ ? &arrivals_->hosts : &stragglers_; }
 
  protected:
+  void require_possible(const Operation& operation) const override;
   void execute(const Operation& operation, Deadline deadline, bool by_waiter) override;
   void run_message(const Operation& operation, Deadline deadline) override;
   void submit_message(const WorkPtr& work, Deadline deadline) override;
@@ -105,7 +106,6 @@ class WireBackend final : public QueuedBackend {
   void all_to_all(const ByteCall& call);
 
   // --- messages ---
-  void check_message(const Operation& operation) const;
   std::unique_ptr<MessageTransfer> post(const Operation& operation);
   std::string describe_message(const Operation& operation) const;
   void complete_on_a_thread(const WorkPtr& work, std::shared_ptr<MessageTransfer> transfer, Deadline deadline,

@@ -94,8 +94,8 @@ class WireBackend::MessageTransfer {
   int source_ = kAnySource;
 };
 
-void WireBackend::check_message(const Operation& operation) const {
-  check();
+void WireBackend::require_possible(const Operation& operation) const {
+  if (!is_message(operation.kind)) return;
   if (operation.tag < 0 || static_cast<uint32_t>(operation.tag) >= kWireTags)
     throw InvalidArgument(
         text("tag: expected 0 to ", kWireTags - 1, " with backend '", getBackendName(), "', got ", operation.tag),
@@ -114,14 +114,14 @@ std::string WireBackend::describe_message(const Operation& operation) const {
 }
 
 void WireBackend::run_message(const Operation& operation, Deadline deadline) {
-  check_message(operation);
+  check();
   guarded([&] { post(operation)->wait(deadline); }, [&] { return describe_message(operation); }, operation.peer,
           Clock::now());
 }
 
 void WireBackend::submit_message(const WorkPtr& work, Deadline deadline) {
   const Operation& operation = work->operations()[0];
-  check_message(operation);
+  check();
   const auto began = Clock::now();
   std::shared_ptr<MessageTransfer> transfer;
   guarded([&] { transfer = post(operation); }, [&] { return describe_message(operation); }, operation.peer, began);
@@ -129,7 +129,8 @@ void WireBackend::submit_message(const WorkPtr& work, Deadline deadline) {
 }
 
 Backend::Taken WireBackend::take_message(const Operation& receive, int) {
-  check_message(receive);
+  check();
+  require_possible(receive);
   const auto began = Clock::now();
   const auto what = [&] { return describe_message(receive); };
   Envelope header;

@@ -12,11 +12,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/core/backend.h"
+#include "muster/base/error.h"
 #include "muster/comm/group.h"
 
 namespace muster {
@@ -48,8 +50,14 @@ class LingeringGroups {
 
   void take(std::unique_ptr<State> state) {
     if (may_end(*state)) return;
-    const std::lock_guard lock(mutex_);
-    states_.push_back(std::move(state));
+    c10::intrusive_ptr<comm::Backend> failed;
+    std::optional<std::string> why;
+    {
+      const std::lock_guard lock(mutex_);
+      if ((why = aborted_)) failed = state->backend;
+      states_.push_back(std::move(state));
+    }
+    if (failed) failed->fail(Aborted(*why));
   }
   void end_idle() {
     std::vector<std::unique_ptr<State>> over;  // destroyed without the lock
@@ -58,14 +66,15 @@ class LingeringGroups {
       if (may_end(*state)) over.push_back(std::move(state));
     std::erase(states_, nullptr);
   }
-  // Makes those that are still in use fail.
-  void fail(const Error& cause) {
+  // Makes those that are still in use fail, and those that come later.
+  void abort(const std::string& why) {
     std::vector<c10::intrusive_ptr<comm::Backend>> backends;
     {
       const std::lock_guard lock(mutex_);
+      aborted_ = why;
       for (const auto& state : states_) backends.push_back(state->backend);
     }
-    for (const auto& backend : backends) backend->fail(cause);
+    for (const auto& backend : backends) backend->fail(Aborted(why));
   }
   std::vector<std::unique_ptr<State>> all() {
     const std::lock_guard lock(mutex_);
@@ -79,6 +88,7 @@ class LingeringGroups {
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<State>> states_;
+  std::optional<std::string> aborted_;  // why
 };
 
 }  // namespace muster

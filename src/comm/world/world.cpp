@@ -283,7 +283,7 @@ void World::abort(const std::string& why) noexcept {
       } catch (const std::exception& failed) {
         MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort a group: " << failed.what();
       }
-    state_->lingering->fail(error);
+    state_->lingering->abort(why);
   } catch (const std::exception& error) {
     MUSTER_LOG(kError) << "rank " << state_->placement.rank << " cannot abort its groups: " << error.what();
   }

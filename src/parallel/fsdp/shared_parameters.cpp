@@ -202,12 +202,15 @@ void SharedParameters::add_parts(const Ownership& ownership, const std::vector<s
     Entry& whole = entries_[i];
     whole.is_in_parts = true;
     const bool has_copy = kept_at[i] != kNowhere;
-    const at::Tensor rows = has_copy ? kept_->rows(part, kept_at[i], owner) : used_->rows(part, i, owner);
+    const auto rows_again = [&] {
+      return has_copy ? kept_->rows(part, kept_at[i], owner) : used_->rows(part, i, owner);
+    };
+    const at::Tensor rows = rows_again();
     rows.set_requires_grad(true);
     parts_.push_back(rows);
     entries_.push_back({.name = part.name,
                         .tensor = rows,
-                        .shared = rows,
+                        .shared = rows_again(),
                         .copy = has_copy ? part.of(whole.copy) : at::Tensor(),
                         .owner = owner,
                         .is_mine = rank_of(owner, hosts_, group_.rank()) == group_.rank(),

@@ -2,9 +2,9 @@
 //
 // Each parameter has an *owner* on each host, the only rank of the host that may change it; its bytes lie in the
 // owner's memory (shared_tensors.h). Or each of a parameter's *parts* has an owner (row_parts.h): a part is a tensor of
-// its own, on the parameter's memory, and what changes it also changes the parameter. The tensors of the module stay the same objects; only their storage changes. The
-// hosts' copies stay equal, because their owners get the same gradients and make the same updates. Or each parameter
-// has one owner among the ranks of all hosts.
+// its own, on the parameter's memory, and what changes it also changes the parameter. The tensors of the module stay
+// the same objects; only their storage changes. The hosts' copies stay equal, because their owners get the same
+// gradients and make the same updates. Or each parameter has one owner among the ranks of all hosts.
 //
 // In mixed precision some parameters have a copy in another dtype, which lies in shared memory in the same way, and
 // which operators use instead (compute_copy.h) from a before_forward() to the next end of a backward() or
@@ -120,7 +120,7 @@ class SharedParameters {
  private:
   struct Entry {
     std::string name;
-    at::Tensor tensor;  // the module's, or of a part, `shared`
+    at::Tensor tensor;  // the module's, or that of a part
     at::Tensor shared;  // in shared memory, of the same shape and layout
     at::Tensor copy;    // the same in another dtype; undefined if the CPU's operators use `shared`
     Owner owner;

@@ -105,14 +105,18 @@ void GradientReducer::Impl::launch(size_t index) {
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
 }
 
-// Waits for it. Takes what this rank owns of a parameter in parts, so that the whole gradient can be freed.
+// Waits for it. What this rank owns of a parameter in parts stays in the parameter's block, which is free when the user
+// has no gradient of it any more. Not as views: optimizers call detach_() on gradients, which views refuse.
 void GradientReducer::Impl::end_reduction(Bucket& bucket) {
   bucket.wait();
   Parameter& first = parameters[bucket.parameters[0]];
   if (!first.view.defined()) return;
-  const GradientBlocks::Pause no_gradients;
-  for (Rows& rows : first.parts)
-    if (rows.owner == options.group.rank()) rows.average = first.view.narrow(rows.dim, rows.begin, rows.count).clone();
+  for (Rows& rows : first.parts) {
+    if (rows.owner != options.group.rank()) continue;
+    const at::Tensor part = first.view.narrow(rows.dim, rows.begin, rows.count);
+    rows.average =
+        at::empty({0}, part.options()).set_(part.storage(), part.storage_offset(), part.sizes(), part.strides());
+  }
 }
 
 // For a parameter that this backward() has not made ready, unless an earlier one, in no_sync(), left a gradient.
@@ -260,7 +264,7 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
       grad = parameter.view;
     } else if (kept.defined()) {
       grad = kept;
-    } else if (unused.defined()) {
+    } else if (unused.defined() && !(hook && !parameter.sparse && !unused.any().item<bool>())) {
       parameter.sparse ? void(grad = unused) : void(grad.copy_(unused));  // no rank has added to its own
     } else if (lacks_contributors() && grad.defined() && grad.is_same(parameter.view)) {
       parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);  // what it was before

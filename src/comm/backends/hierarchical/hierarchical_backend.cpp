@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "comm/backends/registry.h"
 #include "comm/core/stragglers.h"
+#include "comm/kit/callbacks_elsewhere.h"
 #include "comm/kit/flatten.h"
 #include "comm/kit/tensor_bytes.h"
 
@@ -203,8 +204,6 @@ void HierarchicalBackend::after_first_step() const {
 // --- messages ---
 
 Operation HierarchicalBackend::routed(const Operation& message, Inner& over) const {
-  if (message.tag < 0)
-    throw InvalidArgument(text(to_string(message.kind), ": tag: expected 0 or more, got ", message.tag));
   Operation inner = message;
   over = all_;
   if (message.peer == kAnySource || host_of(message.peer) == own_host_) {
@@ -212,6 +211,11 @@ Operation HierarchicalBackend::routed(const Operation& message, Inner& over) con
     if (message.peer != kAnySource) inner.peer = place_[static_cast<size_t>(message.peer)];
   }
   return inner;
+}
+
+void HierarchicalBackend::require_possible(const Operation& operation) const {
+  if (is_message(operation.kind) && operation.tag < 0)
+    throw InvalidArgument(text(to_string(operation.kind), ": tag: expected 0 or more, got ", operation.tag));
 }
 
 bool HierarchicalBackend::must_queue(const Operation& message) {
@@ -280,9 +284,11 @@ void HierarchicalBackend::complete_after(const WorkPtr& work, const c10::intrusi
 }
 
 void HierarchicalBackend::queue(const Operation& message, Deadline deadline, Posted posted) {
+  hold_memory();
   const auto attempt = [this, message, deadline, began = Clock::now(),
                         posted = std::move(posted)](ReceiveQueue::Turn turn) -> ReceiveQueue::Outcome {
     Taken taken;
+    const CallbacksElsewhere elsewhere;  // those of other receives, which may wait for this line
     try {
       if (turn == ReceiveQueue::Turn::kStop)
         throw Aborted(text("group '", group_name(), "' is closing on rank ", shown(getRank())));

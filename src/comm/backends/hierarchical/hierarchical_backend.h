@@ -57,6 +57,7 @@ class HierarchicalBackend final : public QueuedBackend {
   void check() const override;
   bool failed() const override;
   std::exception_ptr known_failure() override;
+  void require_possible(const Operation& operation) const override;
   void leave_group(const std::string& cause) override;
   void end_threads() override { receives_.stop(); }
   void fail_group(const Error& cause) override;

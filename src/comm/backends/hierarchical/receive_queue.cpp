@@ -57,23 +57,19 @@ bool ReceiveQueue::advance(std::unique_lock<std::mutex>& lock, int tag, bool loo
 }
 
 void ReceiveQueue::end_late(std::unique_lock<std::mutex>& lock, int tag) {
-  const auto found = lines_.find(tag);
-  if (found == lines_.end() || found->second.busy) return;
-  auto& receives = found->second.receives;
-  std::vector<Attempt> late;
-  for (size_t i = 1; i < receives.size();) {
-    if (!receives[i].deadline.passed()) {
-      ++i;
-      continue;
-    }
-    late.push_back(std::move(receives[i].attempt));
-    receives.erase(receives.begin() + static_cast<ptrdiff_t>(i));
-  }
-  for (Attempt& each : late) {
+  for (;;) {  // one at a time: another thread looks while this one finishes it
+    const auto found = lines_.find(tag);
+    if (found == lines_.end() || found->second.busy) return;
+    auto& receives = found->second.receives;
+    const auto late =
+        std::find_if(receives.begin() + 1, receives.end(), [](const Receive& each) { return each.deadline.passed(); });
+    if (late == receives.end()) return;
+    Attempt attempt = std::move(late->attempt);
+    receives.erase(late);
     lock.unlock();
-    Outcome outcome = each(Turn::kLate);
+    Outcome outcome = attempt(Turn::kLate);
     lock.lock();
-    finish(lock, std::move(each), std::move(outcome.then), /*looks=*/true);
+    finish(lock, std::move(attempt), std::move(outcome.then), /*looks=*/true);
   }
 }
 
@@ -139,6 +135,7 @@ void ReceiveQueue::stop() {
   std::unique_lock lock(mutex_);
   stop_ = true;
   news_.notify_all();
+  turn_.notify_all();
   while (!threads_.empty()) {  // until they end, they may start others
     auto threads = std::exchange(threads_, {});
     lock.unlock();
