@@ -156,6 +156,20 @@ TEST(Hosts, CallbacksBesideReceivesFromAnybodyMayReceiveFromAnybody) {
   });
 }
 
+// Also what only the way to another host refuses.
+TEST(Hosts, ABatchThatIsRefusedLeavesNoTrace) {
+  run_on({"a", "a", "b"}, [](World& world) {
+    const at::Tensor a = at::zeros({3}), b = at::zeros({3});
+    if (world.rank() == 1) send(at::full({3}, 7, at::kFloat), 0);
+    if (world.rank() != 0) return;
+    constexpr int kTooLarge = 1 << 28;
+    EXPECT_THROW(batch_isend_irecv({{P2POp::kRecv, a, 1}, {P2POp::kSend, b, 2, {.tag = kTooLarge}}}), InvalidArgument);
+    EXPECT_THROW(irecv(a, kAnySource, {.tag = kTooLarge}), InvalidArgument);
+    recv(b, 1);
+    EXPECT_TRUE(a.eq(0).all().item<bool>() && b.eq(7).all().item<bool>());
+  });
+}
+
 // Messages from any host, including the receiver's, on hosts of all kinds.
 TEST(Hosts, ReceivesFromAnybody) {
   const std::vector<Hosts> shapes = {{"a", "b"}, {"a", "b", "a", "b"}, {"a", "b", "b", "b", "a"}};

@@ -64,7 +64,7 @@ TEST_P(Messages, ABatchThatIsRefusedLeavesNoTrace) {
     const bool has_limits = world.group().backend_name() != "shm";  // of tags
     if (world.rank() == 0) {
       if (has_limits) {
-        EXPECT_THROW(batch_isend_irecv({{P2POp::kRecv, a, 1}, {P2POp::kSend, b, 1, -1}}), InvalidArgument);
+        EXPECT_THROW(batch_isend_irecv({{P2POp::kRecv, a, 1}, {P2POp::kSend, b, 1, {.tag = -1}}}), InvalidArgument);
       }
       EXPECT_THROW(batch_isend_irecv({{P2POp::kRecv, a, 1}, {P2POp::kSend, b, 99}}), InvalidArgument);
       recv(c, 1);

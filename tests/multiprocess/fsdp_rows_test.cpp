@@ -285,6 +285,28 @@ TEST(FsdpRows, MayGetNewStorage) {
   });
 }
 
+// The weights of b and c have one size, so the block of one gradient serves the next one: no gradient of the user keeps
+// it.
+TEST(FsdpRows, BlocksOfGradientsAreUsedAgain) {
+  on_hosts({"a", "a"}, [](World& world) {
+    const auto net = make<FsdpNet>(7, {});
+    auto model = fully_shard(net, by_rows());
+    std::vector<Tensor> kept;
+    for (int step = 0; step < 4; ++step) {
+      model(fsdp_input(world.rank(), step)).sum().backward();
+      for (Tensor each : model.parameters()) {
+        if (each.grad().defined() && each.dim() == 2 && each.size(0) == 300) {
+          EXPECT_FALSE(world.heap().contains(each.grad().data_ptr()));
+          kept.push_back(each.grad());
+        }
+        each.mutable_grad() = Tensor();
+      }
+      EXPECT_LT(world.heap().used(), 3 * net->b->weight.nbytes());
+    }
+    EXPECT_EQ(kept.size(), 8u);
+  });
+}
+
 // While other ranks update their rows, nobody looks at the parameter.
 TEST(FsdpRows, OneRankMayBeLate) {
   on_hosts({"a", "a", "b", "b"}, [](World& world) {

@@ -57,6 +57,9 @@ class QueuedBackend : public Backend {
   // Whether this rank knows that the group has failed or ends; without looking far.
   virtual bool failed() const = 0;
 
+  // InvalidArgument for what is valid, and this backend cannot do.
+  virtual void require_possible(const Operation&) const {}
+
   void leave(const std::string& cause) final;
   void fail(const Error& cause) final;
   std::exception_ptr known_failure() override;
@@ -70,8 +73,6 @@ class QueuedBackend : public Backend {
  protected:
   using WorkPtr = c10::intrusive_ptr<OperationWork>;
 
-  // InvalidArgument for what is valid, and this backend cannot do.
-  virtual void require_possible(const Operation&) const {}
   // Executes a collective on the calling thread. That is a thread that waits for it (by_waiter), or the queue's thread.
   virtual void execute(const Operation& operation, Deadline deadline, bool by_waiter) = 0;
   virtual void run_message(const Operation& operation, Deadline deadline) = 0;

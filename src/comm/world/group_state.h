@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
 #include "comm/core/backend.h"
 #include "muster/base/error.h"
 #include "muster/comm/group.h"
@@ -57,7 +58,7 @@ class LingeringGroups {
       if ((why = aborted_)) failed = state->backend;
       states_.push_back(std::move(state));
     }
-    if (failed) failed->fail(Aborted(*why));
+    if (failed) fail(*failed, *why);
   }
   void end_idle() {
     std::vector<std::unique_ptr<State>> over;  // destroyed without the lock
@@ -74,7 +75,7 @@ class LingeringGroups {
       aborted_ = why;
       for (const auto& state : states_) backends.push_back(state->backend);
     }
-    for (const auto& backend : backends) backend->fail(Aborted(why));
+    for (const auto& backend : backends) fail(*backend, why);
   }
   std::vector<std::unique_ptr<State>> all() {
     const std::lock_guard lock(mutex_);
@@ -82,6 +83,11 @@ class LingeringGroups {
   }
 
  private:
+  static void fail(comm::Backend& backend, const std::string& why) noexcept try {
+    if (!backend.known_failure()) backend.fail(Aborted(why));
+  } catch (const std::exception& error) {
+    MUSTER_LOG(kError) << "a group cannot be aborted: " << error.what();
+  }
   static bool may_end(const State& state) {
     return !state.backend || (state.backend->is_idle() && !comm::in_callback_of_future());
   }

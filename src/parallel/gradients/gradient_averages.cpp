@@ -105,17 +105,25 @@ void GradientReducer::Impl::launch(size_t index) {
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
 }
 
-// Waits for it. What this rank owns of a parameter in parts stays in the parameter's block, which is free when the user
-// has no gradient of it any more. Not as views: optimizers call detach_() on gradients, which views refuse.
+// Waits for it. Takes what this rank owns of a parameter in parts: in the parameter's block, which is then in use as
+// long as the user has such a gradient; or as a copy, if the block is to serve gradients of other parameters as well.
+// Not as views: optimizers call detach_() on gradients, which views refuse.
 void GradientReducer::Impl::end_reduction(Bucket& bucket) {
   bucket.wait();
   Parameter& first = parameters[bucket.parameters[0]];
-  if (!first.view.defined()) return;
+  if (!first.view.defined() || first.parts.empty()) return;
+  const bool is_only_one =
+      std::count_if(buckets.begin(), buckets.end(), [&](const Bucket& other) {
+        return other.large && parameters[other.parameters[0]].tensor.nbytes() == first.tensor.nbytes();
+      }) == 1;
+  const GradientBlocks::Pause no_gradients;
   for (Rows& rows : first.parts) {
     if (rows.owner != options.group.rank()) continue;
     const at::Tensor part = first.view.narrow(rows.dim, rows.begin, rows.count);
     rows.average =
-        at::empty({0}, part.options()).set_(part.storage(), part.storage_offset(), part.sizes(), part.strides());
+        is_only_one
+            ? at::empty({0}, part.options()).set_(part.storage(), part.storage_offset(), part.sizes(), part.strides())
+            : part.clone();
   }
 }
 
@@ -266,10 +274,11 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
       grad = kept;
     } else if (unused.defined() && !(hook && !parameter.sparse && !unused.any().item<bool>())) {
       parameter.sparse ? void(grad = unused) : void(grad.copy_(unused));  // no rank has added to its own
+    } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
+      if (scale() != 1) parameter.view.mul_(scale());
+      grad = parameter.view;  // what the hook had not sent before
     } else if (lacks_contributors() && grad.defined() && grad.is_same(parameter.view)) {
       parameter.view.mul_(static_cast<double>(options.group.size()) / contributors);  // what it was before
-    } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
-      grad = parameter.view;  // what the hook had not sent before
     }
     for (Rows& rows : parameter.parts) {
       at::Tensor average = std::exchange(rows.average, at::Tensor());

@@ -214,8 +214,12 @@ Operation HierarchicalBackend::routed(const Operation& message, Inner& over) con
 }
 
 void HierarchicalBackend::require_possible(const Operation& operation) const {
-  if (is_message(operation.kind) && operation.tag < 0)
+  if (!is_message(operation.kind)) return;
+  if (operation.tag < 0)
     throw InvalidArgument(text(to_string(operation.kind), ": tag: expected 0 or more, got ", operation.tag));
+  const bool may_cross = operation.peer == kAnySource || host_of(operation.peer) != own_host_;
+  if (const auto* const wire = dynamic_cast<const QueuedBackend*>(all_.get()); wire && may_cross)
+    wire->require_possible(operation);
 }
 
 bool HierarchicalBackend::must_queue(const Operation& message) {

@@ -30,7 +30,7 @@
 
 namespace muster::comm::shm_backend {
 
-// "\0muster6"; change it with the layout below, and with that of messages (messages.h).
+// "\0muster7"; change it with the layout below, and with that of messages (messages.h).
 inline constexpr uint64_t kMagic = 0x37726574'73756d00;
 inline constexpr size_t kLine = 128;
 inline constexpr size_t kSlots = 2;

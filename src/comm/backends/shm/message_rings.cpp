@@ -74,9 +74,9 @@ bool Messages::begin(int peer, const MessageHeader& header, const std::byte* dat
   const Ring& ring = out_[peer];
   const uint64_t written = ring.written(), end = written + kRecordLine;
   const uint64_t behind = header.place == kNotOnHeap ? behind_line(header.bytes) : 0;
-  const uint64_t space = room(peer, kRecordLine + std::min(behind, piece_of(header.bytes)));
+  const uint64_t space = room(peer, kRecordLine + std::min(behind, piece_of(header.bytes, ring.size)));
   if (space < kRecordLine) return false;
-  whole = behind <= std::min(piece_of(header.bytes), space - kRecordLine);
+  whole = behind <= std::min(piece_of(header.bytes, ring.size), space - kRecordLine);
   // The receiver looks at the line all the time, so all that is written to it is written together, last.
   if (behind > 0 && whole) ring.write_data(end, data, header.bytes);
   RecordLine& line = ring.line(written);
@@ -142,7 +142,8 @@ bool Messages::push(int peer, Completed& completed) {
       bytes += kRecordLine + (message.header.place == kNotOnHeap ? message.moved : 0);
       visible = true;
     } else if (!by_reference && message.moved < message.header.bytes) {
-      const uint64_t piece = std::min(message.header.bytes - message.moved, piece_of(message.header.bytes));
+      const uint64_t piece =
+          std::min(message.header.bytes - message.moved, piece_of(message.header.bytes, out_[peer].size));
       const uint64_t now = std::min(piece, room(peer, whole_lines(piece)));
       if (now == 0) break;
       put_piece(peer, message.data + message.moved, now);
@@ -234,7 +235,7 @@ bool Messages::copy_reference(int peer, Incoming& in, std::byte* to) {
 bool Messages::copy_from_ring(int peer, Incoming& in, std::byte* to, uint64_t& position) {
   const uint64_t rest = in.header.bytes - in.data_bytes;
   const uint64_t there = in.whole ? rest : in_[peer].control.written.load(std::memory_order_acquire) - position;
-  const uint64_t now = std::min({rest, there, piece_of(in.header.bytes)});
+  const uint64_t now = std::min({rest, there, piece_of(in.header.bytes, in_[peer].size)});
   in_[peer].read_data(position, to + in.data_bytes, now, in.header.bytes);
   position += whole_lines(now);
   in.data_bytes += now;

@@ -12,10 +12,13 @@ namespace muster::comm::shm_backend {
 // A message moves in pieces, so that its receiver reads one while its sender writes the next: two or four of them, if
 // they are not too short, of at most half a core's first-level cache. Each piece costs a line that moves between the
 // cores. Measured on a Zen 5 and a Zen 4 (docs/decisions/0009).
-inline uint64_t piece_of(uint64_t bytes) {
+// `ring`: its bytes. Two pieces fit into it.
+inline uint64_t piece_of(uint64_t bytes, uint64_t ring) {
   static const bool few = is_zen_5_or_later();
-  return few ? std::clamp<uint64_t>(bytes / 2 / kRecordLine * kRecordLine, 8 << 10, 16 << 10)
-             : std::clamp<uint64_t>(bytes / 4 / kRecordLine * kRecordLine, 2 << 10, 16 << 10);
+  const auto lines = [&](uint64_t part) { return bytes / part / kRecordLine * kRecordLine; };
+  return std::min(
+      few ? std::clamp<uint64_t>(lines(2), 8 << 10, 16 << 10) : std::clamp<uint64_t>(lines(4), 2 << 10, 16 << 10),
+      (ring - 2 * kRecordLine) / 2 / kRecordLine * kRecordLine);
 }
 // After so many bytes from or to one peer, it is the others' turn.
 inline constexpr uint64_t kTurn = uint64_t{256} << 10;

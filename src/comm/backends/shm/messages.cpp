@@ -75,7 +75,7 @@ bool Messages::send_now(int peer, MessageHeader header, const std::byte* data, c
   shm::Bell& bell = channel_.control(peer).inbox;
   if (!whole) {
     bell.hint();  // a peer that sleeps wakes up while the rest is written
-    const uint64_t piece = piece_of(header.bytes);
+    const uint64_t piece = piece_of(header.bytes, out_[peer].size);
     for (uint64_t sent = 0; sent < header.bytes; sent += piece)
       put_piece(peer, data + sent, std::min(piece, header.bytes - sent));
   }
@@ -269,13 +269,16 @@ void Messages::report(const Completed& completed) {
   Completed with_callbacks = tell(completed);
   if (with_callbacks.empty()) return;
   std::unique_lock lock(mutex_);
-  if (callbacks_run_elsewhere) try {
+  if (callbacks_run_elsewhere && !stop_) {
+    const size_t before = callbacks_.size();
+    try {
       callbacks_.insert(callbacks_.end(), with_callbacks.begin(), with_callbacks.end());
-      return let_work();
-    } catch (const std::exception&) {  // no thread can start
-      with_callbacks.assign(callbacks_.begin(), callbacks_.end());
-      callbacks_.clear();
+      let_work();
+      if (idle_ > 0 || threads_.size() > static_cast<size_t>(in_callbacks_)) return;  // one comes to them
+    } catch (const std::exception&) {                                                 // no thread can start
     }
+    callbacks_.resize(before);
+  }
   run_callbacks(std::move(with_callbacks), lock);
 }
 
