@@ -74,8 +74,8 @@ class [[nodiscard("a World that nobody keeps leaves the job at the end of the st
   const Group& group() const;  // every rank
   // Makes a group of some ranks (global ranks, in the order that they have in the group). Every rank of the World must
   // call it, with the same arguments and in the same order of calls; ranks outside the group get a handle with
-  // is_member() == false. When its last handle of the group is destroyed, this rank leaves the group, soon after the
-  // end of operations that are still under way.
+  // is_member() == false. When its last handle of the group is destroyed, this rank leaves the group; if operations are
+  // still under way, with the next new_group() after their end, or with the World.
   Group new_group(const std::vector<int>& ranks, const GroupOptions& options = {});
 
   // Breaks all groups of this World: their operations, under way or to come, throw Aborted with `why`, on all ranks
