@@ -12,6 +12,8 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <functional>
+
 #include "base/text.h"
 #include "comm/core/backend.h"
 #include "contract/comm_forms_fixture.h"
@@ -67,43 +69,51 @@ TEST_P(Forms, ReduceScatterOfUnequalParts) {
     });
 }
 
-// Outputs may lie where the input does. Small and large, in ordinary memory and on the heap.
+// Calls fn(count, zeros) with small and large counts; zeros(elements) are in ordinary memory or on the heap.
+using Zeros = std::function<at::Tensor(int64_t elements)>;
+void for_counts_and_memories(World& world, const std::function<void(int64_t count, const Zeros& zeros)>& fn) {
+  for (const int64_t count : {5, 3'000, 40'000})
+    for (const bool on_heap : {false, true}) {
+      SCOPED_TRACE(testing::Message() << count << (on_heap ? " on the heap" : ""));
+      fn(count, [&](int64_t elements) { return on_heap ? world.heap().zeros({elements}) : at::zeros({elements}); });
+    }
+}
+
+// Outputs may lie where the input does.
 TEST_P(Forms, OutputsMayOverlapTheInput) {
   constexpr int kRanks = 3;
   run(kRanks, [](World& world) {
     const int me = world.rank();
-    for (const int64_t count : {5, 3'000, 40'000})
-      for (const bool on_heap : {false, true}) {
-        SCOPED_TRACE(testing::Message() << count << (on_heap ? " on the heap" : ""));
-        const at::Tensor whole = on_heap ? world.heap().zeros({kRanks * count}) : at::zeros({kRanks * count});
-        const auto part = [&](int r) { return whole.narrow(0, r * count, count); };
-        for (int place = 0; place < kRanks; ++place) {  // of the input, on rank 0
-          part((me + place) % kRanks).fill_(me + 1);
-          all_gather_into_tensor(whole, part((me + place) % kRanks));
-          for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(r + 1).all().item<bool>()) << place << ", part " << r;
+    for_counts_and_memories(world, [&](int64_t count, const Zeros& zeros) {
+      const at::Tensor whole = zeros(kRanks * count);
+      const auto part = [&](int r) { return whole.narrow(0, r * count, count); };
+      for (int place = 0; place < kRanks; ++place) {  // of the input, on rank 0
+        part((me + place) % kRanks).fill_(me + 1);
+        all_gather_into_tensor(whole, part((me + place) % kRanks));
+        for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(r + 1).all().item<bool>()) << place << ", part " << r;
 
-          for (int r = 0; r < kRanks; ++r) part(r).fill_(10 * me + r);
-          const at::Tensor output = part((me + place) % kRanks);
-          reduce_scatter_tensor(output, whole);
-          EXPECT_TRUE(output.eq(30 + kRanks * me).all().item<bool>()) << place;
-        }
         for (int r = 0; r < kRanks; ++r) part(r).fill_(10 * me + r);
-        all_to_all_single(whole, whole);
-        for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(10 * r + me).all().item<bool>()) << "part " << r;
-        // Unequal parts: one element more to the next rank, and one less to the one after it.
-        std::vector<int64_t> to(kRanks, count), from(kRanks, count);
-        ++to[static_cast<size_t>((me + 1) % kRanks)];
-        --to[static_cast<size_t>((me + 2) % kRanks)];
-        ++from[static_cast<size_t>((me + 2) % kRanks)];
-        --from[static_cast<size_t>((me + 1) % kRanks)];
-        int64_t at = 0;
-        for (int r = 0; r < kRanks; at += to[static_cast<size_t>(r)], ++r)
-          whole.narrow(0, at, to[static_cast<size_t>(r)]).fill_(10 * me + r);
-        all_to_all_single(whole, whole, {.output_splits = from, .input_splits = to});
-        at = 0;
-        for (int r = 0; r < kRanks; at += from[static_cast<size_t>(r)], ++r)
-          EXPECT_TRUE(whole.narrow(0, at, from[static_cast<size_t>(r)]).eq(10 * r + me).all().item<bool>()) << r;
+        const at::Tensor output = part((me + place) % kRanks);
+        reduce_scatter_tensor(output, whole);
+        EXPECT_TRUE(output.eq(30 + kRanks * me).all().item<bool>()) << place;
       }
+      for (int r = 0; r < kRanks; ++r) part(r).fill_(10 * me + r);
+      all_to_all_single(whole, whole);
+      for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(part(r).eq(10 * r + me).all().item<bool>()) << "part " << r;
+      // Unequal parts: one element more to the next rank, and one less to the one after it.
+      std::vector<int64_t> to(kRanks, count), from(kRanks, count);
+      ++to[static_cast<size_t>((me + 1) % kRanks)];
+      --to[static_cast<size_t>((me + 2) % kRanks)];
+      ++from[static_cast<size_t>((me + 2) % kRanks)];
+      --from[static_cast<size_t>((me + 1) % kRanks)];
+      int64_t at = 0;
+      for (int r = 0; r < kRanks; at += to[static_cast<size_t>(r)], ++r)
+        whole.narrow(0, at, to[static_cast<size_t>(r)]).fill_(10 * me + r);
+      all_to_all_single(whole, whole, {.output_splits = from, .input_splits = to});
+      at = 0;
+      for (int r = 0; r < kRanks; at += from[static_cast<size_t>(r)], ++r)
+        EXPECT_TRUE(whole.narrow(0, at, from[static_cast<size_t>(r)]).eq(10 * r + me).all().item<bool>()) << r;
+    });
   });
 }
 
@@ -112,61 +122,59 @@ TEST_P(Forms, OutputsMayBeTheInputShifted) {
   constexpr int kRanks = 3;
   run(kRanks, [](World& world) {
     const int me = world.rank();
-    for (const int64_t count : {5, 3'000, 40'000})
-      for (const bool on_heap : {false, true}) {
-        SCOPED_TRACE(testing::Message() << count << (on_heap ? " on the heap" : ""));
-        const int64_t all = kRanks * count;
-        const auto line_of = [&](int r) { return at::arange(all + 1, at::kFloat).remainder(50) + 100 * r; };
-        const at::Tensor memory = on_heap ? world.heap().zeros({all + 1}) : at::zeros({all + 1});
-        const at::Tensor whole = memory.narrow(0, 0, all), later = memory.narrow(0, 1, all);
-        const auto part = [&](const at::Tensor& of, int r) { return of.narrow(0, r * count, count); };
+    for_counts_and_memories(world, [&](int64_t count, const Zeros& zeros) {
+      const int64_t all = kRanks * count;
+      const auto line_of = [&](int r) { return at::arange(all + 1, at::kFloat).remainder(50) + 100 * r; };
+      const at::Tensor memory = zeros(all + 1);
+      const at::Tensor whole = memory.narrow(0, 0, all), later = memory.narrow(0, 1, all);
+      const auto part = [&](const at::Tensor& of, int r) { return of.narrow(0, r * count, count); };
 
-        memory.copy_(line_of(me));
-        all_gather_into_tensor(whole, part(later, 0));
-        for (int r = 0; r < kRanks; ++r)
-          EXPECT_TRUE(at::equal(part(whole, r), line_of(r).narrow(0, 1, count))) << "part " << r;
+      memory.copy_(line_of(me));
+      all_gather_into_tensor(whole, part(later, 0));
+      for (int r = 0; r < kRanks; ++r)
+        EXPECT_TRUE(at::equal(part(whole, r), line_of(r).narrow(0, 1, count))) << "part " << r;
 
-        memory.copy_(line_of(me));
-        reduce_scatter_tensor(part(later, 0), whole);
-        at::Tensor sum = at::zeros({count});
-        for (int r = 0; r < kRanks; ++r) sum += part(line_of(r), me);
-        EXPECT_TRUE(at::equal(part(later, 0), sum));
+      memory.copy_(line_of(me));
+      reduce_scatter_tensor(part(later, 0), whole);
+      at::Tensor sum = at::zeros({count});
+      for (int r = 0; r < kRanks; ++r) sum += part(line_of(r), me);
+      EXPECT_TRUE(at::equal(part(later, 0), sum));
 
-        memory.copy_(line_of(me));
-        all_to_all_single(later, whole);
-        for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(at::equal(part(later, r), part(line_of(r), me))) << "part " << r;
+      memory.copy_(line_of(me));
+      all_to_all_single(later, whole);
+      for (int r = 0; r < kRanks; ++r) EXPECT_TRUE(at::equal(part(later, r), part(line_of(r), me))) << "part " << r;
 
-        // Parts of different sizes: rank r's has r elements more.
-        const auto begin = [&](int r) { return r * (count - 2) + r * (r - 1) / 2; };
-        const auto unequal = [&](const at::Tensor& of) {
-          std::vector<at::Tensor> parts;
-          for (int r = 0; r < kRanks; ++r) parts.push_back(of.narrow(0, begin(r), count - 2 + r));
-          return parts;
-        };
-        memory.copy_(line_of(me));
-        all_gather(unequal(whole), memory.narrow(0, 2, count - 2 + me));
-        for (int r = 0; r < kRanks; ++r)
-          EXPECT_TRUE(at::equal(unequal(whole)[static_cast<size_t>(r)], line_of(r).narrow(0, 2, count - 2 + r))) << r;
+      // Parts of different sizes: rank r's has r elements more.
+      const auto begin = [&](int r) { return r * (count - 2) + r * (r - 1) / 2; };
+      const auto unequal = [&](const at::Tensor& of) {
+        std::vector<at::Tensor> parts;
+        for (int r = 0; r < kRanks; ++r) parts.push_back(of.narrow(0, begin(r), count - 2 + r));
+        return parts;
+      };
+      memory.copy_(line_of(me));
+      all_gather(unequal(whole), memory.narrow(0, 2, count - 2 + me));
+      for (int r = 0; r < kRanks; ++r)
+        EXPECT_TRUE(at::equal(unequal(whole)[static_cast<size_t>(r)], line_of(r).narrow(0, 2, count - 2 + r))) << r;
 
-        memory.copy_(line_of(me));
-        const at::Tensor mine = memory.narrow(0, 1, count - 2 + me);
-        reduce_scatter(mine, unequal(whole));
-        sum = at::zeros({count - 2 + me});
-        for (int r = 0; r < kRanks; ++r) sum += line_of(r).narrow(0, begin(me), count - 2 + me);
-        EXPECT_TRUE(at::equal(mine, sum));
+      memory.copy_(line_of(me));
+      const at::Tensor mine = memory.narrow(0, 1, count - 2 + me);
+      reduce_scatter(mine, unequal(whole));
+      sum = at::zeros({count - 2 + me});
+      for (int r = 0; r < kRanks; ++r) sum += line_of(r).narrow(0, begin(me), count - 2 + me);
+      EXPECT_TRUE(at::equal(mine, sum));
 
-        // Into another rank's part, of two ranks that have equal ones.
-        const auto two_equal = [&](const at::Tensor& of) {
-          return std::vector<at::Tensor>{of.narrow(0, 0, count), of.narrow(0, count, count),
-                                         of.narrow(0, 2 * count, count - 1)};
-        };
-        memory.copy_(line_of(me));
-        const at::Tensor there = me < 2 ? two_equal(memory)[static_cast<size_t>(1 - me)] : two_equal(memory)[2];
-        reduce_scatter(there, two_equal(memory));
-        sum = at::zeros_like(there);
-        for (int r = 0; r < kRanks; ++r) sum += two_equal(line_of(r))[static_cast<size_t>(me)];
-        EXPECT_TRUE(at::equal(there, sum));
-      }
+      // Into another rank's part, of two ranks that have equal ones.
+      const auto two_equal = [&](const at::Tensor& of) {
+        return std::vector<at::Tensor>{of.narrow(0, 0, count), of.narrow(0, count, count),
+                                       of.narrow(0, 2 * count, count - 1)};
+      };
+      memory.copy_(line_of(me));
+      const at::Tensor there = me < 2 ? two_equal(memory)[static_cast<size_t>(1 - me)] : two_equal(memory)[2];
+      reduce_scatter(there, two_equal(memory));
+      sum = at::zeros_like(there);
+      for (int r = 0; r < kRanks; ++r) sum += two_equal(line_of(r))[static_cast<size_t>(me)];
+      EXPECT_TRUE(at::equal(there, sum));
+    });
   });
 }
 

@@ -59,11 +59,11 @@ TEST(FsdpRows, HowParametersAreDivided) {
   int64_t end = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
     if (i == 0 || parts[i].parameter != parts[i - 1].parameter) end = 0;
-    EXPECT_EQ(parts[i].offset, end) << parts[i].name;
-    end += parts[i].elements;
+    EXPECT_EQ(parts[i].range.offset, end) << parts[i].name;
+    end += parts[i].range.elements;
   }
   EXPECT_EQ(end, channels_last.numel());
-  EXPECT_EQ(parts.back().of(channels_last).numel(), parts.back().elements);
+  EXPECT_EQ(parts.back().range.of(channels_last).numel(), parts.back().range.elements);
 }
 
 TEST(FsdpRows, AreBalancedAndSharedWithTheParameter) {

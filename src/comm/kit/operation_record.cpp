@@ -153,11 +153,8 @@ void OperationCounters::count(const Operation& operation) { count(bytes_of(opera
 
 CommStats OperationCounters::stats() const {
   return {.operations = completed(),
-          .bytes = bytes.load(std::memory_order_relaxed) + queued_bytes.load(std::memory_order_relaxed) +
-                   locked_bytes.load(std::memory_order_relaxed),
-          .blocked = std::chrono::nanoseconds(blocked_ns.load(std::memory_order_relaxed) +
-                                              queued_blocked_ns.load(std::memory_order_relaxed) +
-                                              locked_blocked_ns.load(std::memory_order_relaxed))};
+          .bytes = sum(&Counts::bytes),
+          .blocked = std::chrono::nanoseconds(sum(&Counts::blocked_ns))};
 }
 
 const char* profiling_title(const Operation& operation) {

@@ -29,44 +29,44 @@
 namespace muster::comm {
 
 struct OperationCounters {
-  std::atomic<uint64_t> operations{0}, bytes{0};
-  std::atomic<int64_t> blocked_ns{0};
+  struct Counts {
+    std::atomic<uint64_t> operations{0}, bytes{0};
+    std::atomic<int64_t> blocked_ns{0};
+
+    // By one thread at a time: needs no locked instruction.
+    void add(uint64_t size, std::chrono::nanoseconds blocked) {
+      add_to(operations, uint64_t{1});
+      add_to(bytes, size);
+      if (blocked.count() != 0) add_to(blocked_ns, int64_t{blocked.count()});
+    }
+
+   private:
+    template <typename Number>
+    static void add_to(std::atomic<Number>& sum, Number value) {
+      sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+    }
+  };
+  Counts of_any_thread;
+  Counts in_queue;                    // operations in the queue, which run one at a time
+  Counts with_lock;                   // messages that are counted while their backend's lock is held
   std::atomic<int64_t> under_way{0};  // works that have not ended
-
-  // For operations in the queue, which run one at a time, so counting needs no locked instruction.
-  std::atomic<uint64_t> queued_operations{0}, queued_bytes{0};
-  std::atomic<int64_t> queued_blocked_ns{0};
-
-  // For messages that are counted while their backend's lock is held, likewise.
-  std::atomic<uint64_t> locked_operations{0}, locked_bytes{0};
-  std::atomic<int64_t> locked_blocked_ns{0};
 
   void count(const Operation& operation);
   void count(uint64_t size) {
-    operations.fetch_add(1, std::memory_order_relaxed);
-    bytes.fetch_add(size, std::memory_order_relaxed);
+    of_any_thread.operations.fetch_add(1, std::memory_order_relaxed);
+    of_any_thread.bytes.fetch_add(size, std::memory_order_relaxed);
   }
-  void count_in_queue(uint64_t size, std::chrono::nanoseconds blocked) {
-    add(queued_operations, uint64_t{1});
-    add(queued_bytes, size);
-    add(queued_blocked_ns, int64_t{blocked.count()});
+  uint64_t completed() const { return sum(&Counts::operations); }
+  void add_blocked(std::chrono::nanoseconds time) {
+    of_any_thread.blocked_ns.fetch_add(time.count(), std::memory_order_relaxed);
   }
-  void count_with_lock(uint64_t size, std::chrono::nanoseconds blocked) {
-    add(locked_operations, uint64_t{1});
-    add(locked_bytes, size);
-    if (blocked.count() != 0) add(locked_blocked_ns, int64_t{blocked.count()});
-  }
-  uint64_t completed() const {
-    return operations.load(std::memory_order_relaxed) + queued_operations.load(std::memory_order_relaxed) +
-           locked_operations.load(std::memory_order_relaxed);
-  }
-  void add_blocked(std::chrono::nanoseconds time) { blocked_ns.fetch_add(time.count(), std::memory_order_relaxed); }
   CommStats stats() const;
 
  private:
   template <typename Number>
-  static void add(std::atomic<Number>& sum, Number value) {
-    sum.store(sum.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
+  Number sum(std::atomic<Number> Counts::*of) const {
+    return (of_any_thread.*of).load(std::memory_order_relaxed) + (in_queue.*of).load(std::memory_order_relaxed) +
+           (with_lock.*of).load(std::memory_order_relaxed);
   }
 };
 
@@ -126,7 +126,7 @@ class OperationRecord {
     if (!small_)
       counters_.add_blocked(ended - began_);
     else if (!error_)
-      counters_.count_in_queue(bytes_, ended - began_);
+      counters_.in_queue.add(bytes_, ended - began_);
   }
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);

@@ -123,7 +123,7 @@ class QueuedBackend : public Backend {
       const auto ends = [&] {
         // A send that is done here has not waited; reading the clock again would take as long as the send.
         if (call.kind != OpKind::kSend) ended = std::max(began, FastClock::now());  // it may step back
-        counters_->count_with_lock(bytes, ended - began);
+        counters_->with_lock.add(bytes, ended - began);
       };
       if (!body(waits, ends)) return false;
     } catch (...) {

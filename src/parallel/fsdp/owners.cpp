@@ -29,7 +29,7 @@ Ownership owners_on_each_host(const std::vector<parallel::NamedTensor>& paramete
     }
     for (; part < all.parts.size() && all.parts[part].parameter == i; ++part) {
       const auto options = parameters[i].tensor.options().device(at::kMeta).requires_grad(false);
-      const at::Tensor like = at::empty({all.parts[part].elements}, options);
+      const at::Tensor like = at::empty({all.parts[part].range.elements}, options);
       whole_or_part.push_back({all.parts[part].name, like.set_requires_grad(true)});
       owners.push_back(&all.owners_of_parts[part]);
     }

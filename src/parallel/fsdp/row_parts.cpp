@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "parallel/kit/buckets.h"
 
 namespace muster::fsdp {
 namespace {
@@ -38,11 +37,11 @@ std::vector<RowPart> divide_rows(const std::vector<parallel::NamedTensor>& param
       for (int64_t d = 0; d < dim; ++d) before += ":,";
       parts.push_back({.parameter = i,
                        .name = text(name, '[', before, begin, ':', end, ']'),
-                       .dim = dim,
-                       .begin = begin,
-                       .count = end - begin,
-                       .offset = begin * row,
-                       .elements = (end - begin) * row});
+                       .range = {.dim = dim,
+                                 .begin = begin,
+                                 .count = end - begin,
+                                 .offset = begin * row,
+                                 .elements = (end - begin) * row}});
     }
   }
   return parts;

@@ -108,6 +108,15 @@ struct Sharder::Impl {
     for (size_t k = 0; k < parts.size(); ++k)
       if (parts[k].parameter == parameter) fn(k);
   }
+  // Of all parameters, or their parts, in the order of parameters().
+  void for_each_with_owner(const std::function<void(const at::Tensor& parameter, int owner)>& fn) const {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (owners[i] == parallel::kRanksOfParts)
+        for_each_part_of(i, [&](size_t k) { fn(shared->parts()[k], owners_of_parts[k]); });
+      else
+        fn(parameters[i].tensor, owners[i]);
+    }
+  }
 
   // Before anything that changes what a backward() uses: one that threw may still be in a node on the device.
   void let_backward_end() const {
@@ -221,14 +230,7 @@ Sharder::Sharder(std::shared_ptr<torch::nn::Module> module, FsdpOptions options)
     with.owners.push_back(s.owners[i]);
     auto& parts = with.parts.emplace_back();
     s.for_each_part_of(i, [&](size_t k) {
-      const RowPart& part = s.parts[k];
-      parts.push_back({.tensor = s.shared->parts()[k],
-                       .owner = s.owners_of_parts[k],
-                       .dim = part.dim,
-                       .begin = part.begin,
-                       .count = part.count,
-                       .offset = part.offset,
-                       .elements = part.elements});
+      parts.push_back({.range = s.parts[k].range, .tensor = s.shared->parts()[k], .owner = s.owners_of_parts[k]});
     });
   }
   with.reduce_dtypes = parallel::reduce_dtypes(*s.module, trained, precision);
@@ -304,19 +306,15 @@ int Sharder::owner(const at::Tensor& parameter) const {
 
 std::vector<at::Tensor> Sharder::parameters() const {
   std::vector<at::Tensor> all;
-  for (size_t i = 0; i < impl_->parameters.size(); ++i) {
-    if (impl_->owners[i] == parallel::kRanksOfParts)
-      impl_->for_each_part_of(i, [&](size_t k) { all.push_back(impl_->shared->parts()[k]); });
-    else
-      all.push_back(impl_->parameters[i].tensor);
-  }
+  impl_->for_each_with_owner([&](const at::Tensor& parameter, int /*owner*/) { all.push_back(parameter); });
   return all;
 }
 
 std::vector<at::Tensor> Sharder::owned_parameters() const {
   std::vector<at::Tensor> owned;
-  for (const at::Tensor& parameter : parameters())
-    if (owner(parameter) == impl_->group.rank()) owned.push_back(parameter);
+  impl_->for_each_with_owner([&](const at::Tensor& parameter, int owner) {
+    if (owner == impl_->group.rank()) owned.push_back(parameter);
+  });
   return owned;
 }
 

@@ -211,7 +211,7 @@ void SharedParameters::add_parts(const Ownership& ownership, const std::vector<s
     entries_.push_back({.name = part.name,
                         .tensor = rows,
                         .shared = rows_again(),
-                        .copy = has_copy ? part.of(whole.copy) : at::Tensor(),
+                        .copy = has_copy ? part.range.of(whole.copy) : at::Tensor(),
                         .owner = owner,
                         .is_mine = rank_of(owner, hosts_, group_.rank()) == group_.rank(),
                         .whole = i});

@@ -107,8 +107,8 @@ parallel::Sharing SharedTensors::sharing_of(const std::string& name, const Owner
 at::Tensor SharedTensors::rows(const RowPart& part, size_t index, const Owner& owner) const {
   const at::Tensor& whole = tensors_[index];
   return parallel::shared_tensor(mapped_[static_cast<size_t>(owners_[index].place)],
-                                 layout_.offsets[index] + static_cast<size_t>(part.offset) * whole.element_size(),
-                                 part.of(whole), sharing_of(part.name, owner));
+                                 layout_.offsets[index] + static_cast<size_t>(part.range.offset) * whole.element_size(),
+                                 part.range.of(whole), sharing_of(part.name, owner));
 }
 
 void SharedTensors::commit(size_t index) const {

@@ -101,7 +101,7 @@ void GradientReducer::Impl::launch(size_t index) {
   else
     for (const Rows& rows : parameters[bucket.parameters[0]].parts)
       bucket.works.push_back(
-          reduce_async(bucket.flat.narrow(0, rows.offset, rows.elements), rows.owner, averaging(bucket)));
+          reduce_async(bucket.flat.narrow(0, rows.range.offset, rows.range.elements), rows.owner, averaging(bucket)));
   if (will_be_freed(bucket)) bytes_in_flight += parameters[bucket.parameters[0]].tensor.nbytes();
 }
 
@@ -119,7 +119,7 @@ void GradientReducer::Impl::end_reduction(Bucket& bucket) {
   const GradientBlocks::Pause no_gradients;
   for (Rows& rows : first.parts) {
     if (rows.owner != options.group.rank()) continue;
-    const at::Tensor part = first.view.narrow(rows.dim, rows.begin, rows.count);
+    const at::Tensor part = rows.range.of(first.view);
     rows.average =
         is_only_one
             ? at::empty({0}, part.options()).set_(part.storage(), part.storage_offset(), part.sizes(), part.strides())

@@ -40,13 +40,20 @@ namespace muster::parallel {
 inline constexpr int kEveryRank = -1;
 inline constexpr int kRanksOfParts = -2;
 
+// Some rows of a tensor: along the dimension that is the outermost in memory. So they are one range of memory.
+struct RowRange {
+  int64_t dim = 0, begin = 0, count = 0;
+  int64_t offset = 0, elements = 0;  // in the tensor's memory
+
+  at::Tensor of(const at::Tensor& like) const { return like.narrow(dim, begin, count); }
+};
+
 // Some rows of a large parameter, with an owner of their own.
 struct Rows {
+  RowRange range;
   at::Tensor tensor;  // shares the parameter's memory; gets the gradient
   int owner = 0;
-  int64_t dim = 0, begin = 0, count = 0;
-  int64_t offset = 0, elements = 0;  // in the parameter's memory
-  at::Tensor average;                // on the owner, of the backward() under way
+  at::Tensor average = {};  // on the owner, of the backward() under way
 };
 
 struct Parameter {
