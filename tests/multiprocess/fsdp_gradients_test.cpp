@@ -5,6 +5,7 @@
 #include <torch/nn.h>
 
 #include <functional>
+#include <limits>
 #include <string_view>
 
 #include "multiprocess/fsdp_support.h"
@@ -114,6 +115,60 @@ TEST(FsdpGradients, OfEveryKindOfStepGathered) {
   for (const Precision& precision : {kFloat32, kFloat64}) {
     SCOPED_TRACE(torch::toString(precision.dtype));
     expect_gradients_of_every_kind_of_step(kTwoEach, may_be_unused(full()), precision);
+  }
+}
+
+// Zeros that zero_grad() leaves are not kept beside the new gradients, and are there again if none come.
+TEST(FsdpGradients, ZerosOfZeroGradTakeNoMemory) {
+  constexpr size_t kLarge = 600 * 600 * 4;
+  for (const double divide_above_mb : {std::numeric_limits<double>::infinity(), 1.0}) {
+    SCOPED_TRACE(divide_above_mb);
+    on_hosts(kTogether, [&](World& world) {
+      const auto net = make<FsdpNet>(7, {}), alone = make<FsdpNet>(7, {});
+      auto model = fully_shard(net, may_be_unused({.divide_above_mb = divide_above_mb}));
+      const auto parameters = model.parameters();
+      const auto zero_grad = [&] {
+        const torch::NoGradGuard no_grad;
+        for (Tensor each : parameters)
+          if (each.grad().defined()) each.mutable_grad().zero_();
+      };
+      const auto x = [](int rank, int step) { return fsdp_input(rank, step); };
+      model(x(world.rank(), 0)).sum().backward();
+      const size_t first = world.shared_heap()->used();
+      for (int step = 1; step < 4; ++step) {
+        zero_grad();
+        model(x(world.rank(), step)).sum().backward();
+        EXPECT_LE(world.shared_heap()->used(), first + kLarge);  // the first backward() may have needed one block less
+      }
+      alone->zero_grad();
+      for (int r = 0; r < 2; ++r) (alone->forward(x(r, 3)).sum() / 2).backward();
+      const auto of_alone = [&](const Tensor& sharded) {  // the gradient of it, or of its rows
+        for (const auto& item : net->named_parameters())
+          if (sharded.is_same(item.value())) return alone->named_parameters()[item.key()].grad();
+        const bool is_b = sharded.data_ptr() == net->b->weight.data_ptr() ||
+                          sharded.data_ptr() == net->b->weight.narrow(0, 300, 300).data_ptr();
+        const Tensor& whole = is_b ? alone->b->weight : alone->c->weight;
+        const Tensor& of = is_b ? net->b->weight : net->c->weight;
+        return whole.grad().narrow(0, sharded.data_ptr() == of.data_ptr() ? 0 : 300, 300);
+      };
+      for (const Tensor& each : parameters) {
+        ASSERT_EQ(each.grad().defined(), model.owner(each) == world.rank());
+        if (each.grad().defined()) {
+          EXPECT_TRUE(torch::allclose(each.grad(), of_alone(each), 1e-4, 1e-5));
+        }
+      }
+
+      zero_grad();
+      model(x(world.rank(), 4));
+      net->a(x(world.rank(), 4)).sum().backward();  // of a only
+      for (const Tensor& each : parameters) {
+        ASSERT_EQ(each.grad().defined(), model.owner(each) == world.rank());
+        const bool of_a = each.is_same(net->a->weight) || each.is_same(net->a->bias);
+        if (each.grad().defined()) {
+          EXPECT_EQ(each.grad().any().item<bool>(), of_a) << each.sizes();
+        }
+      }
+    });
   }
 }
 

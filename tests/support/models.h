@@ -254,6 +254,31 @@ struct Alone {
   std::vector<std::vector<double>> losses;
 };
 
+// Each parameter's gradient becomes the average of `grads`, by rank: those of each host are added in the order of its
+// ranks, then the sums of the hosts, and the sum of all is divided. So does Muster, and results are equal to the bit. One
+// that no rank has stays undefined.
+inline void set_averages(const std::vector<Tensor>& parameters, const std::vector<std::vector<Tensor>>& grads,
+                         const std::vector<std::string>& hosts) {
+  const torch::NoGradGuard no_grad;
+  std::vector<std::string> names;
+  for (const std::string& host : hosts)
+    if (std::find(names.begin(), names.end(), host) == names.end()) names.push_back(host);
+  const auto add = [](Tensor& sum, const Tensor& grad) {
+    if (grad.defined()) sum = sum.defined() ? sum + grad : grad;
+  };
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Tensor all;
+    for (const std::string& name : names) {
+      Tensor of_host;
+      for (size_t rank = 0; rank < hosts.size(); ++rank)
+        if (hosts[rank] == name) add(of_host, grads[rank][i]);
+      add(all, of_host);
+    }
+    Tensor parameter = parameters[i];
+    parameter.mutable_grad() = all.defined() ? all / static_cast<double>(hosts.size()) : all;
+  }
+}
+
 // In one process: the ranks' parts one after the other. Rank 0's comes last, since its buffers are those that the next
 // step begins with.
 template <typename Net>
@@ -265,17 +290,21 @@ Alone<Net> train_alone(const How& how) {
   alone.buffers.resize(ranks);
   alone.before = copies(alone.net->named_parameters());
   alone.losses.resize(ranks);
-  torch::optim::SGD optimizer(alone.net->parameters(), torch::optim::SGDOptions(how.rate).momentum(0.9));
+  const std::vector<Tensor> parameters = alone.net->parameters();
+  torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(how.rate).momentum(0.9));
   for (int step = 0; step < how.steps; ++step) {
-    optimizer.zero_grad();
     const Values before = copies(alone.net->named_buffers());
+    std::vector<std::vector<Tensor>> grads(ranks);
     for (size_t rank = ranks; rank-- > 0;) {
       for (auto& item : alone.net->named_buffers()) item.value().copy_(before[item.key()]);
+      optimizer.zero_grad();
       const Tensor loss = alone.net->forward(static_cast<int>(rank), step);
-      (loss / static_cast<double>(ranks)).backward();
+      loss.backward();
+      for (const Tensor& parameter : parameters) grads[rank].push_back(parameter.grad());
       alone.losses[rank].push_back(loss.template item<double>());
       alone.buffers[rank] = copies(alone.net->named_buffers());
     }
+    set_averages(parameters, grads, how.hosts);
     optimizer.step();
   }
   return alone;

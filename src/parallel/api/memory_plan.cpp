@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -15,6 +16,8 @@
 #include "base/text.h"
 #include "muster/base/error.h"
 #include "muster/comm/collectives.h"
+#include "parallel/fsdp/owners.h"
+#include "parallel/fsdp/row_parts.h"
 #include "parallel/fsdp/units.h"
 #include "parallel/gradients/gradient_reducer.h"
 #include "parallel/kit/gradient_blocks.h"
@@ -98,6 +101,42 @@ size_t bytes_gathered(const torch::nn::Module& module, const std::vector<paralle
   return std::accumulate(bytes.begin(), bytes.end(), size_t{0});
 }
 
+// Of the ranks of this host, which is the only one, together: the memory of large gradients on their way to their
+// owners. A block serves gradients of one size (gradient_blocks.h), and each rank computes all gradients. So it has a
+// block more of each size of which it does not own all. A parameter in rows is owned by all of its ranks; if it is the
+// only one of its size, what a rank owns of its gradient is in that block.
+size_t bytes_on_their_way(const std::vector<parallel::NamedTensor>& parameters, const parallel::Hosts& hosts,
+                          const FsdpOptions& options) {
+  std::vector<fsdp::RowPart> rows;
+  if (std::isfinite(options.divide_above_mb))
+    rows = fsdp::divide_rows(parameters, parallel::bytes_of_mb(options.divide_above_mb));
+  const auto ownership =
+      fsdp::owners_on_each_host(parameters, rows, hosts, parallel::bytes_of_mb(options.bucket_cap_mb));
+  std::set<size_t> divided;
+  for (const fsdp::RowPart& part : rows) divided.insert(part.parameter);
+  struct OfSize {
+    size_t gradients = 0;
+    std::vector<size_t> owned;  // by place; whole ones
+  };
+  std::map<size_t, OfSize> sizes;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& tensor = parameters[i].tensor;
+    if (!tensor.requires_grad() || tensor.nbytes() < parallel::GradientBlocks::kLarge) continue;
+    OfSize& size = sizes[tensor.nbytes()];
+    size.owned.resize(static_cast<size_t>(hosts.owners));
+    ++size.gradients;
+    if (!divided.contains(i)) ++size.owned[static_cast<size_t>(ownership.owners[i].place)];
+  }
+  size_t sum = 0;
+  for (const auto& [bytes, size] : sizes) {
+    sum += bytes * static_cast<size_t>(std::count_if(size.owned.begin(), size.owned.end(),
+                                                     [&](size_t owned) { return owned < size.gradients; }));
+    const bool is_one_in_rows = size.gradients == 1 && std::count(size.owned.begin(), size.owned.end(), 1) == 0;
+    if (is_one_in_rows) sum -= bytes;
+  }
+  return sum;
+}
+
 std::string in_mib(size_t bytes) {
   return text(static_cast<int64_t>(static_cast<double>(bytes) / (1 << 20) + 0.5), " MiB");
 }
@@ -175,14 +214,18 @@ MemoryPlan memory_plan(const torch::nn::Module& module, const World& world, cons
                  {"optimizer states", states_of(trained), states_of(trained) * ranks}};
   } else {
     const size_t small = trained - large;  // in buckets, which each rank has
-    // Of the others', what the network has not carried yet: with an owner on each host, at most all.
-    const size_t moving = gathers ? std::min(parallel::bytes_of_mb(options.fsdp.bucket_cap_mb), large) : 0;
     plan.rows = {{"parameters", all / parts / owners, all / parts},
                  one_host || gathers
                      ? MemoryPlan::Row{"gradients", large / parts / owners + small, large / parts + small * ranks}
                      : MemoryPlan::Row{"gradients", trained, trained * ranks},
                  {"optimizer states", states_of(trained) / parts / owners, states_of(trained) / parts}};
-    if (gathers) plan.rows.push_back({"communication", moving, moving * ranks});
+    if (one_host) {
+      const size_t moving = bytes_on_their_way(parameters, hosts, options.fsdp);
+      plan.rows.push_back({"communication", moving / ranks, moving});
+    } else if (gathers) {
+      const size_t most = std::min(parallel::bytes_of_mb(options.fsdp.bucket_cap_mb), large);
+      plan.rows.push_back({"communication", most, most * ranks});
+    }
   }
   if (copies > 0) plan.rows.insert(plan.rows.begin() + 1, {"copies", copies / parts / owners, copies / parts});
   if (gathers) {

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <utility>
@@ -42,6 +43,14 @@ struct ConstantIn final : torch::autograd::Function<ConstantIn> {
     return {at::zeros_like(gradients[0]), at::Tensor()};
   }
 };
+
+// Whether all of its bytes are 0, and on the CPU, where looking for another one costs less than adding zeros.
+bool has_zero_bytes(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_non_overlapping_and_dense()) return false;
+  const size_t bytes = tensor.nbytes();
+  const auto* const first = static_cast<const char*>(tensor.const_data_ptr());
+  return bytes == 0 || (*first == 0 && std::memcmp(first, first + 1, bytes - 1) == 0);
+}
 
 }  // namespace
 
@@ -257,6 +266,35 @@ std::vector<float> GradientReducer::Impl::of_contributors(std::vector<float> sha
   return shares;
 }
 
+// Averages that the user has not cleared: this backward() is to add to them, after its own are known. Zeros, as
+// zero_grad() may leave them, need not be kept, and the new gradients can have their memory.
+void GradientReducer::Impl::put_averages_aside() {
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : parameters) {
+    for (Rows& rows : parameter.parts) {
+      at::Tensor& own = rows.tensor.mutable_grad();
+      rows.had_zeros = synced && own.defined() && has_zero_bytes(own);
+      if (rows.had_zeros) own = at::Tensor();
+    }
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if (!parameter.has_average()) {
+      parameter.average.reset();  // a gradient that comes now may get the same place
+      continue;
+    }
+    if (!synced)
+      throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
+                                 ", which is an average that only rank ", options.group.global_rank(parameter.owner),
+                                 options.owner_on_each_host ? " has on this host" : " has"),
+                            "Call zero_grad() with set_to_none before, or do not use no_sync() for this backward()");
+    parameter.average.reset();
+    Bucket& bucket = buckets[parameter.bucket];
+    parameter.had_zeros = has_zero_bytes(grad);
+    if (!parameter.had_zeros) parameter.kept = bucket.large ? grad : grad.clone();
+    grad = at::Tensor();
+    if (bucket.large) release_block(bucket, parameter);
+  }
+}
+
 // Sets each .grad to the average, where it is to be kept.
 void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -272,6 +310,8 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
       grad = parameter.view;
     } else if (kept.defined()) {
       grad = kept;
+    } else if (parameter.had_zeros) {
+      grad = parameter.view.zero_();
     } else if (unused.defined() && !(hook && !parameter.sparse && !unused.any().item<bool>())) {
       parameter.sparse ? void(grad = unused) : void(grad.copy_(unused));  // no rank has added to its own
     } else if (hook && !parameter.sparse && parameter.view.any().item<bool>()) {
@@ -282,8 +322,9 @@ void GradientReducer::Impl::use_averages(const std::vector<float>& shares) {
     }
     for (Rows& rows : parameter.parts) {
       at::Tensor average = std::exchange(rows.average, at::Tensor());
-      if (!average.defined() || shares[i] <= 0) continue;
       at::Tensor& own = rows.tensor.mutable_grad();
+      if (rows.had_zeros && shares[i] <= 0) own = at::zeros_like(rows.tensor);
+      if (!average.defined() || shares[i] <= 0) continue;
       own = own.defined() ? average.add_(own) : average;
     }
     if (sharded()) parameter.note_average();

@@ -336,28 +336,6 @@ void GradientReducer::Impl::begin_averages_at_end() {
   }
 }
 
-// Averages that the user has not cleared: this backward() is to add to them, after its own are known.
-void GradientReducer::Impl::put_averages_aside() {
-  const at::NoGradGuard no_grad;
-  for (Parameter& parameter : parameters) {
-    at::Tensor& grad = parameter.tensor.mutable_grad();
-    if (!parameter.has_average()) {
-      parameter.average.reset();  // a gradient that comes now may get the same place
-      continue;
-    }
-    if (!synced)
-      throw InvalidArgument(text("backward() in no_sync() would add to the gradient of ", parameter.name,
-                                 ", which is an average that only rank ", options.group.global_rank(parameter.owner),
-                                 options.owner_on_each_host ? " has on this host" : " has"),
-                            "Call zero_grad() with set_to_none before, or do not use no_sync() for this backward()");
-    parameter.average.reset();
-    Bucket& bucket = buckets[parameter.bucket];
-    parameter.kept = bucket.large ? grad : grad.clone();
-    grad = at::Tensor();
-    if (bucket.large) release_block(bucket, parameter);
-  }
-}
-
 void GradientReducer::Impl::release_blocks_without_gradients() {
   for (Bucket& bucket : buckets)
     if (Parameter& first = parameters[bucket.parameters[0]]; bucket.large && !first.tensor.grad().defined())
@@ -464,7 +442,11 @@ void GradientReducer::Impl::reset() {
     parameter.ready = false;
     parameter.gradients = 0;
     if (parameter.sparse) parameter.view = at::Tensor();  // it is the gradient
-    for (Rows& rows : parameter.parts) rows.average = at::Tensor();
+    parameter.had_zeros = false;
+    for (Rows& rows : parameter.parts) {
+      rows.average = at::Tensor();
+      rows.had_zeros = false;
+    }
     if (synced) parameter.used = false;
   }
   for (auto& bucket : buckets) {

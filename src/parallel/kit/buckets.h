@@ -54,6 +54,7 @@ struct Rows {
   at::Tensor tensor;  // shares the parameter's memory; gets the gradient
   int owner = 0;
   at::Tensor average = {};  // on the owner, of the backward() under way
+  bool had_zeros = false;   // as in Parameter
 };
 
 struct Parameter {
@@ -77,7 +78,8 @@ struct Parameter {
   // (zero_grad() makes another tensor of the same memory.)
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> average = {};
   int64_t average_at = 0;
-  at::Tensor kept;  // such a gradient, to which this backward()'s average is to be added
+  at::Tensor kept;         // such a gradient, to which this backward()'s average is to be added
+  bool had_zeros = false;  // such a gradient was there, but only zeros: it is not kept
   // The values of a gradient that this backward() has not used, and that take part in the average only because other
   // ranks may add to theirs.
   at::Tensor unused;
