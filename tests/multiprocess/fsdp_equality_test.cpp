@@ -5,6 +5,7 @@
 #include "multiprocess/fsdp_support.h"
 #include "support/full_run.h"
 #include "support/models.h"
+#include "support/sanitized.h"
 
 namespace muster::test {
 namespace {
@@ -68,9 +69,14 @@ TEST(FsdpEqualityLong, FrozenUnusedAndSharedInFloats) {
 TEST(FsdpEqualityLong, FrozenUnusedAndSharedInDoubles) {
   expect_one_process<MixedAlike>(torch::kDouble, {.rate = 0.5, .find_unused_parameters = true, .steps = 50});
 }
-// Fewer steps: one of them takes as long as twenty of the transformer.
-TEST(FsdpEqualityLong, ResNet18InFloats) { expect_one_process<ResNet18>(torch::kFloat, {.rate = 0.05, .steps = 5}); }
-TEST(FsdpEqualityLong, ResNet18InDoubles) { expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = 5}); }
+// One step takes as long as twenty of the transformer.
+constexpr int kStepsOfResNet = kSanitized ? 5 : 50;
+TEST(FsdpEqualityLong, ResNet18InFloats) {
+  expect_one_process<ResNet18>(torch::kFloat, {.rate = 0.05, .steps = kStepsOfResNet});
+}
+TEST(FsdpEqualityLong, ResNet18InDoubles) {
+  expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = kStepsOfResNet});
+}
 
 }  // namespace
 }  // namespace muster::test
