@@ -74,8 +74,13 @@ constexpr int kStepsOfResNet = kSanitized ? 5 : 50;
 TEST(FsdpEqualityLong, ResNet18InFloats) {
   expect_one_process<ResNet18>(torch::kFloat, {.rate = 0.05, .steps = kStepsOfResNet});
 }
-TEST(FsdpEqualityLong, ResNet18InDoubles) {
-  expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = kStepsOfResNet});
+const std::vector<HostOfRank> kFewRanks(kHosts.begin(), kHosts.begin() + 2),
+    kMoreRanks(kHosts.begin() + 2, kHosts.end());
+TEST(FsdpEqualityLong, ResNet18InDoublesOnFewRanks) {
+  expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = kStepsOfResNet}, kFewRanks);
+}
+TEST(FsdpEqualityLong, ResNet18InDoublesOnMoreRanks) {
+  expect_one_process<ResNet18>(torch::kDouble, {.rate = 0.05, .steps = kStepsOfResNet}, kMoreRanks);
 }
 
 }  // namespace
