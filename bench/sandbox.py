@@ -71,14 +71,34 @@ class TwoHosts:
         return ["/bin/sh", "-c", f"{second} & {first}; status=$?; wait; exit $status"]
 
     def row(self, env, launcher, program):
-        """Runs a job on both hosts and returns the row that one of its ranks prints."""
-        jobs = [subprocess.Popen(command, env=self.environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE, text=True) for command in self.commands(launcher, program)]
-        said = [job.communicate(timeout=900) for job in jobs]
-        for job, (_, errors) in zip(jobs, said):
-            if job.returncode != 0:
-                sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
-        return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
+        """Runs a job on both hosts and returns the row that one of its ranks prints. A job of PyTorch's has three tries,
+        as in runner.output_of(); None if all fail."""
+        commands, is_peer = self.commands(launcher, program), "torch.distributed.run" in launcher
+        for _ in range(3 if is_peer else 1):
+            jobs = [subprocess.Popen(command, env=self.environment(env), stdin=subprocess.DEVNULL,
+                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
+            end_together(jobs)
+            said = [job.communicate(timeout=900) for job in jobs]
+            failed = [(job, errors) for job, (_, errors) in zip(jobs, said) if job.returncode != 0]
+            if not failed:
+                return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
+        if is_peer:
+            return None
+        job, errors = failed[0]
+        sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
+
+
+def end_together(jobs):
+    """Waits until all have ended. When one has failed, the others have ten seconds: torchrun on the other host would
+    wait for minutes."""
+    until = time.monotonic() + 900
+    while any(job.poll() is None for job in jobs) and time.monotonic() < until:
+        if any(job.poll() for job in jobs):
+            until = min(until, time.monotonic() + 10)
+        time.sleep(0.1)
+    for job in jobs:
+        if job.poll() is None:
+            job.kill()
 
 
 class MemoryLimit:

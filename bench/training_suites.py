@@ -76,6 +76,13 @@ class TrainingSuites(Runner):
         rows = self.best_of_rounds(commands, lambda row: (row["net"], row["impl"]), "samples_per_s", max)
         return [dict(row, bench="zero") for row in rows]
 
+    def keep(self, found, row, name):
+        """Adds a row of two hosts to `found`, by implementation; None: a peer has failed."""
+        if row is None:
+            self.missing[name] = "it failed three times on two hosts"
+        else:
+            found.setdefault(row["impl"], []).append(row)
+
     def slow_link(self):
         """PowerSGD on two hosts of one rank each, with 200 Mbit/s between them."""
         flags, found = ["--net", "wide", "--steps", "4", "--warmup", "3"], {}
@@ -89,7 +96,7 @@ class TrainingSuites(Runner):
             for _ in range(self.args.rounds):
                 for launcher, program, hook in jobs:
                     row = hosts.row(self.env, launcher, [program, *flags, "--hook", hook])
-                    found.setdefault(row["impl"], []).append(row)
+                    self.keep(found, row, f"DDP with hook {hook}")
         fastest = [max(rows, key=lambda row: row["samples_per_s"]) for rows in found.values()]
         return [dict(row, bench="slow_link", hosts=2, mbit_per_s=200) for row in fastest]
 
@@ -135,12 +142,12 @@ class TrainingSuites(Runner):
             for _ in range(self.args.rounds):
                 for sync in (["fsdp"], ["fsdp", "--mixed"], ["full"], ["full", "--mixed"], ["ddp"], ["none"]):
                     row = hosts.row(self.env, muster, [self.program("bench_fsdp"), *steps, "--sync", *sync])
-                    found.setdefault("".join(sync), []).append(row)
+                    found.setdefault(row["impl"], []).append(row)
                 for backend in ("gloo", "muster"):
                     for kind in ([], ["--hybrid"], ["--mixed"], ["--hybrid", "--mixed"]):
                         program = [peer_script("fsdp_torch.py"), *steps, "--backend", backend, *kind]
                         row = hosts.row(self.env, torchrun, program)
-                        found.setdefault(row["impl"], []).append(row)
+                        self.keep(found, row, f"FSDP2 over {' '.join([backend, *kind])}")
         fastest = [min(rows, key=lambda row: row["ms"]) for rows in found.values()]
         return [dict(row, bench="hosts", hosts=2, gbit_per_s=1) for row in fastest]
 

@@ -4,6 +4,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <thread>
+
 #include "base/text.h"
 #include "comm/core/backend.h"
 #include "comm/world/world_starter.h"
@@ -67,6 +69,25 @@ TEST_P(Mpi, RanksAreMusters) {
       broadcast(t, 0, {.group = back});
       EXPECT_TRUE(t.eq(2).all().item<bool>()) << "rank 0 of the group is rank 2 of the world";
     }
+  });
+}
+
+// Two threads of each rank make groups, each in a World of its own. Ranks may come to them in any order.
+TEST_P(Mpi, ThreadsMakeGroupsAtTheSameTime) {
+  run(2, [](World& outer) {
+    World first = world_of(outer, outer.rank(), mpi()), second = world_of(outer, 1 - outer.rank(), mpi());
+    const auto make_groups = [](World& world) {
+      const World::Scope scope(world);
+      for (int i = 0; i < 50; ++i) {
+        const Group group = world.new_group({0, 1});
+        const at::Tensor sum = at::ones({3});
+        all_reduce(sum, {.group = group});
+        EXPECT_TRUE(sum.eq(2).all().item<bool>());
+      }
+    };
+    std::thread other([&] { make_groups(second); });
+    make_groups(first);
+    other.join();
   });
 }
 

@@ -76,6 +76,7 @@ Engine::Engine(const WireContext& site) : pid_(::getpid()) {
     site.unavailable("MPI serves only one thread in this process",
                      initialized ? "Initialise it by MPI_Init_thread with MPI_THREAD_MULTIPLE, or leave that to Muster"
                                  : "Use an MPI that was built for threads");
+  threads_may_call_ = level >= MPI_THREAD_MULTIPLE;
   int* most = nullptr;
   int known = 0;
   MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &known);

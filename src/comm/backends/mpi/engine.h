@@ -1,7 +1,10 @@
 // MPI in this process: which thread calls it, and when. Part of libmuster_mpi.so.
 //
-// One mutex guards every call of MPI, so MPI_THREAD_SERIALIZED is enough. (Muster requests MPI_THREAD_MULTIPLE, for
-// programs that call MPI themselves.)
+// One mutex guards every call of MPI, so MPI_THREAD_SERIALIZED is enough. Muster requests MPI_THREAD_MULTIPLE, for
+// programs that call MPI themselves, and for the calls that make a group's communicators. These wait for the other
+// members, so with MPI_THREAD_MULTIPLE they run without the mutex: threads may make several groups at a time. With less,
+// nothing of this process moves until a group is made, and groups must be made one after the other, in the same order
+// on all ranks.
 //
 // Progress. MPI moves data only inside its calls. A thread that waits for a transfer drives MPI for the whole process,
 // and wakes the threads whose transfers it finds complete. If several threads wait, one drives and the others sleep.
@@ -154,8 +157,9 @@ class Engine {
 
   const pid_t pid_;
   std::mutex mutex_;
-  std::atomic<int> wanting_{0};  // threads that want the mutex, besides the driver
-  bool ours_ = false;            // MPI was initialised here
+  std::atomic<int> wanting_{0};    // threads that want the mutex, besides the driver
+  bool ours_ = false;              // MPI was initialised here
+  bool threads_may_call_ = false;  // several at a time: MPI_THREAD_MULTIPLE
   bool finalized_ = false, poisoned_ = false;
 
   std::vector<Request*> waiting_;

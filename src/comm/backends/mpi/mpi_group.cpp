@@ -72,8 +72,10 @@ std::shared_ptr<MpiGroup> Engine::join(const WireContext& site) {
         text("group '", site.group_name, "' has several ranks in one process, but MPI's ranks are processes"),
         "Use backend shm for ranks that are threads");
 
-  const Lock mine = lock();
+  Lock mine = lock();
   if (const char* const why = problem()) site.unavailable(why, {});
+  // These calls wait for the other members, and two ranks may make the same two groups in another order.
+  if (threads_may_call_) mine.unlock();
   const auto check = [&](int error) {
     if (error != MPI_SUCCESS)
       site.unavailable(text("MPI could not make a communicator for group '", site.group_name, "': ", describe(error)),
@@ -88,6 +90,7 @@ std::shared_ptr<MpiGroup> Engine::join(const WireContext& site) {
   MPI_Group_free(&all);
   MPI_Comm_set_errhandler(group->control, MPI_ERRORS_RETURN);  // the copies inherit it
   for (auto& comm : group->comms) check(MPI_Comm_dup(group->control, &comm));
+  if (threads_may_call_) mine = lock();
   groups_.push_back(group);
   thread_wakes_.notify_one();
   return group;
