@@ -98,8 +98,11 @@ void take_rank_that_failed(const std::string& said, Outcome& outcome) {
       const auto value = field.is_number_integer() ? field.get<int64_t>() : -1;
       return value < 0 || value > INT32_MAX ? std::nullopt : std::optional(static_cast<int>(value));
     };
-    const auto rank = number("rank"), pid = number("pid");
-    const auto signal = document.at("signal").is_null() ? std::optional(with.signal) : number("signal");
+    const auto number_or = [&](const char* name, int otherwise) {
+      return document.at(name).is_null() ? std::optional(otherwise) : number(name);
+    };
+    const auto rank = number("rank"), pid = number_or("pid", 0);  // one that could not start has none
+    const auto signal = number_or("signal", with.signal);
     if (!rank || !pid || !signal) return;
     with.host = document.at("host").get<std::string>();
     with.first_failed_rank = *rank;
