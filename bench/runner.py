@@ -24,10 +24,14 @@ def peer_script(name):
     return str(HERE / "peers" / name)
 
 
+def tries_of(command):
+    """A command of PyTorch's has three: FSDP2 over Gloo aborts now and then."""
+    return 3 if "torch.distributed.run" in command else 1
+
+
 def output_of(command, env, seconds=900):
-    """Runs a command, which must succeed, and returns its lines that are JSON objects. A command of PyTorch's has three
-    tries: FSDP2 over Gloo aborts now and then."""
-    for _ in range(3 if "torch.distributed.run" in command else 1):
+    """Runs a command, which must succeed, and returns its lines that are JSON objects."""
+    for _ in range(tries_of(command)):
         result = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, text=True, timeout=seconds)
         if result.returncode == 0:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from runner import kill_all_with, tries_of
 
 
 class TwoHosts:
@@ -71,34 +74,35 @@ class TwoHosts:
         return ["/bin/sh", "-c", f"{second} & {first}; status=$?; wait; exit $status"]
 
     def row(self, env, launcher, program):
-        """Runs a job on both hosts and returns the row that one of its ranks prints. A job of PyTorch's has three tries,
-        as in runner.output_of(); None if all fail."""
-        commands, is_peer = self.commands(launcher, program), "torch.distributed.run" in launcher
-        for _ in range(3 if is_peer else 1):
-            jobs = [subprocess.Popen(command, env=self.environment(env), stdin=subprocess.DEVNULL,
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
-            end_together(jobs)
-            said = [job.communicate(timeout=900) for job in jobs]
-            failed = [(job, errors) for job, (_, errors) in zip(jobs, said) if job.returncode != 0]
-            if not failed:
+        """Runs a job on both hosts and returns the row that one of its ranks prints; None if all tries of a peer
+        fail."""
+        commands, tries = self.commands(launcher, program), tries_of(launcher)
+        for _ in range(tries):
+            env = dict(self.environment(env), MUSTER_BENCH_JOB=secrets.token_hex(8))
+            jobs = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE, text=True) for command in commands]
+            end_together(jobs, f"MUSTER_BENCH_JOB={env['MUSTER_BENCH_JOB']}")
+            said = [job.communicate() for job in jobs]
+            if all(job.returncode == 0 for job in jobs):
                 return next(json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith("{"))
-        if is_peer:
+        if tries > 1:
             return None
-        job, errors = failed[0]
-        sys.exit(f"{' '.join(job.args)} failed with status {job.returncode}:\n{errors[-2000:]}")
+        # Of a host whose job was killed because the other one had failed, nothing is shown.
+        failed = [place for place, job in enumerate(jobs) if job.returncode != 0]
+        place = min(failed, key=lambda place: jobs[place].returncode == -signal.SIGKILL)
+        sys.exit(f"{' '.join(jobs[place].args)} failed with status {jobs[place].returncode}:\n{said[place][1][-2000:]}")
 
 
-def end_together(jobs):
-    """Waits until all have ended. When one has failed, the others have ten seconds: torchrun on the other host would
-    wait for minutes."""
+def end_together(jobs, variable):
+    """Waits until all have ended, for 900 s at most. When one has failed, the others have ten seconds: torchrun on the
+    other host would wait for minutes. `variable`: of the environment of all their processes."""
     until = time.monotonic() + 900
     while any(job.poll() is None for job in jobs) and time.monotonic() < until:
         if any(job.poll() for job in jobs):
             until = min(until, time.monotonic() + 10)
         time.sleep(0.1)
-    for job in jobs:
-        if job.poll() is None:
-            job.kill()
+    if any(job.poll() is None for job in jobs):
+        kill_all_with(variable)
 
 
 class MemoryLimit:
