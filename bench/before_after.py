@@ -2,13 +2,15 @@
 """Compares two builds of Muster row by row: did a change that was to change no figure change one?
 
     bench/before_after.py BEFORE NOW [--json FILE] [--rounds 7] [--only collectives,crowd,rpc,autograd,meta,ddp]
+                                     [--jobs 1] [--crowd RANKS] [--ops OP,…] [--sizes BYTES,…]
 
 BEFORE and NOW are the folders of two builds (build/release of two checkouts). Both are measured in turns, and NOW twice
 in each round: its second measurement differs from the first by noise alone. A row's ratio is before / now of a time,
 and now / before of a speed, so above 1 the later build is faster; it is the median of the rounds' ratios. Its noise is
 the median of |1 - again / now| over the rounds, and "slower" marks a row that lost more than three times that and 3 %.
-All rounds have the same three jobs. Two jobs of one build were up to 6 % apart at 16 bytes, always in the same
-direction: believe a small difference only if several runs agree on it.
+The rounds of a collective have the same three jobs, --jobs times. Two jobs of one build were up to 6 % apart at 16
+bytes, and 40 % with four ranks on two cores, always in the same direction: believe a difference only if several jobs
+agree on it.
 """
 
 import argparse
@@ -39,39 +41,40 @@ def figure(row):
 
 
 class Comparison:
-    def __init__(self, before, now, rounds):
-        self.rounds = rounds
+    def __init__(self, args):
+        self.args = args
         self.sides = {side: Runner(argparse.Namespace(build=build, ranks=2)) for side, build in
-                      (("now", now), ("before", before), ("again", now))}
+                      (("now", args.now), ("before", args.before), ("again", args.now))}
 
     def turns(self):
         """The order of the sides in each round. It rotates, so that no side gains by its place."""
         sides = list(self.sides)
-        return [sides[i % 3:] + sides[:i % 3] for i in range(self.rounds)]
+        return [sides[i % 3:] + sides[:i % 3] for i in range(self.args.rounds)]
 
     def collectives(self, ranks=2):
         """All sizes of all operations, in rounds of the machine's fast state."""
-        cases = [(op, size) for op in OPS if ranks == 2 or op != "send_recv" for size in SIZES] + [("barrier", 8)]
-        servers, rows = {}, []
-        reference = Reference([self.sides["now"].program("bench_reference")])
-        try:
-            for side, runner in self.sides.items():
-                servers[side] = Server(runner.job("bench_collectives", "--serve", ranks=ranks), ranks, runner.env)
-            for op, size in cases:
-                taken = []
-                for sides in self.turns():
-                    found, _, _ = measure_round([servers[side] for side in sides], reference, op, size)
-                    taken.append(dict(zip(sides, found)))
-                rows += self.compared("collectives", taken)
-        finally:
-            for server in servers.values():
-                server.close()
-            reference.close()
-        return rows
+        cases = [(op, size) for op in self.args.ops if ranks == 2 or op != "send_recv" for size in self.args.sizes]
+        if set(OPS) <= set(self.args.ops):
+            cases.append(("barrier", 8))
+        rounds = {case: [] for case in cases}
+        for _ in range(self.args.jobs):
+            servers, reference = {}, Reference([self.sides["now"].program("bench_reference")])
+            try:
+                for side, runner in self.sides.items():
+                    servers[side] = Server(runner.job("bench_collectives", "--serve", ranks=ranks), ranks, runner.env)
+                for case, taken in rounds.items():
+                    for sides in self.turns():
+                        found, _, _ = measure_round([servers[side] for side in sides], reference, *case)
+                        taken.append(dict(zip(sides, found)))
+            finally:
+                for server in servers.values():
+                    server.close()
+                reference.close()
+        return [row for taken in rounds.values() for row in self.compared("collectives", taken)]
 
     def crowd(self):
-        """The same for four ranks on two cores."""
-        return self.collectives(ranks=4)
+        """The same for more ranks than two."""
+        return self.collectives(ranks=self.args.crowd)
 
     def programs(self, bench):
         taken = []
@@ -111,8 +114,12 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="write the rows to this file, one object per line")
     parser.add_argument("--only", default="collectives,crowd,rpc,autograd,meta,ddp")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--jobs", type=int, default=1, help="how often the jobs of collectives start anew (default: %(default)s)")
+    parser.add_argument("--crowd", type=int, default=4, metavar="RANKS", help="how many ranks crowd has")
+    parser.add_argument("--ops", type=lambda text: text.split(","), default=OPS, help="collectives and messages")
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=SIZES)
     args = parser.parse_args()
-    comparison = Comparison(args.before, args.now, args.rounds)
+    comparison = Comparison(args)
     rows = []
     for bench in args.only.split(","):
         rows += comparison.programs(bench) if bench in PROGRAMS else getattr(comparison, bench)()

@@ -199,7 +199,7 @@ void run(const std::string& name, muster::World& world) {
   const int calls = count > 1 << 20 ? 20 : 200;
   if (name.find("heap") != std::string::npos) {
     Tensor x = world.heap().zeros({count});
-    return time_us(name, calls, [&] { x = rpc::sync<&echo>(1, std::move(x)); });
+    return time_us(name, 10'000, [&] { x = rpc::sync<&echo>(1, std::move(x)); });
   }
   const Tensor x = at::ones({count});
   time_us(name, calls, [&] { rpc::sync<&echo>(1, x); });

@@ -60,4 +60,9 @@ class FastClock {
   double cycle_ns_ = 0;
 };
 
+// deadline.passed(), but reads the clock only if the deadline is near.
+inline bool has_passed(const Deadline& deadline) {
+  return FastClock::now() + std::chrono::milliseconds(1) >= deadline.when() && deadline.passed();
+}
+
 }  // namespace muster

@@ -19,6 +19,7 @@
 #include "base/byte_stream.h"
 #include "base/copy.h"
 #include "base/cores.h"
+#include "base/cycles.h"
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/file_text.h"
@@ -129,6 +130,19 @@ TEST(Deadline, NeverNeverPasses) {
   EXPECT_TRUE(Deadline::after(nanoseconds::max()).is_never());
   EXPECT_FALSE(Deadline::after(std::chrono::hours(24 * 365 * 100)).passed());
   EXPECT_TRUE(Deadline::after(nanoseconds::min() / 2).passed());
+}
+
+// has_passed() agrees with the clock itself, although it rarely reads it.
+TEST(Deadline, HasPassed) {
+  EXPECT_FALSE(has_passed(Deadline::never()));
+  EXPECT_FALSE(has_passed(test::patience()));
+  EXPECT_TRUE(has_passed(Deadline::after(std::chrono::seconds(-1))));
+  for (int i = 0; i < 20; ++i) {
+    const auto soon = Deadline::after(std::chrono::microseconds(100 * i));
+    while (!has_passed(soon)) {
+    }
+    EXPECT_GE(Clock::now(), soon.when());
+  }
 }
 
 TEST(Wire, WhatIsPutIsGot) {

@@ -3,9 +3,11 @@
 #include <ATen/core/jit_type.h>
 #include <cxxabi.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
+#include "base/cycles.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "comm/core/c10d_errors.h"
@@ -77,11 +79,11 @@ OperationWork::OperationWork(int rank, Operation operation)
 
 bool OperationWork::wait(std::chrono::milliseconds timeout) {
   if (!isCompleted()) {
-    const auto began = Clock::now();
+    const auto began = FastClock::now();
     struct Account {
       OperationCounters& counters;
       Clock::time_point began;
-      ~Account() { counters.add_blocked(Clock::now() - began); }
+      ~Account() { counters.add_blocked(std::max(began, FastClock::now()) - began); }  // it may step back
     } account{*counters_, began};
     const bool unlimited = timeout == kNoTimeout;
     if (unlimited && queue_) queue_->drive([this] { return isCompleted(); }, latest_);

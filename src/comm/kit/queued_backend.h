@@ -169,7 +169,7 @@ class QueuedBackend : public Backend {
     last_operation_.store((number + 1) << 8 | static_cast<uint8_t>(kind), std::memory_order_relaxed);
   }
   // The deadline of an operation with the timeout `own`; 0: the group's timeout.
-  Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = Clock::now()) const {
+  Deadline deadline_for(std::chrono::milliseconds own, Clock::time_point now = FastClock::now()) const {
     return Deadline::after(timeout_for(own), now);
   }
   std::chrono::milliseconds timeout_for(std::chrono::milliseconds own) const {

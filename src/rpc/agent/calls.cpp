@@ -99,11 +99,11 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
     throw TimeoutError(text("the time for the call of ", spec.function->name, " on worker \"",
                             workers_[static_cast<size_t>(to)].name, "\" was over before it began"),
                        {to}, "Its timeout is negative");
-  const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, FastClock::now()) : Deadline::never();
+  const auto now = FastClock::now();
+  const auto deadline = timeout > milliseconds(0) ? Deadline::after(timeout, now) : Deadline::never();
   if (!send_by)
-    send_by = spec.is_sent_in_time && options_.timeout > milliseconds(0)
-                  ? Deadline::after(options_.timeout, FastClock::now())
-                  : deadline;
+    send_by =
+        spec.is_sent_in_time && options_.timeout > milliseconds(0) ? Deadline::after(options_.timeout, now) : deadline;
   wait_for_room(to, *send_by);
   Header header{.kind = MessageKind::kCall,
                 .flags = static_cast<uint8_t>((spec.store ? kStore : 0) | (c10::GradMode::is_enabled() ? 0 : kNoGrad)),
@@ -137,7 +137,7 @@ void Agent::call(int to, const detail::CallSpec& spec, Payload payload, detail::
   try {
     send(to, header, std::move(payload), *send_by);
     // If the call was given up meanwhile, its kCancel has come before it, and was of no use.
-    if (deadline.passed()) send_quietly(to, {.kind = MessageKind::kCancel, .call = header.call});
+    if (has_passed(deadline)) send_quietly(to, {.kind = MessageKind::kCancel, .call = header.call});
   } catch (const PeerLost&) {
     const Active active(*this);
     if (Pending mine = take_pending(header.call, to)) mine.fail(std::current_exception());

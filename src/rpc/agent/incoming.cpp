@@ -204,7 +204,7 @@ void Agent::run_handler(const std::shared_ptr<IncomingCall>& call, std::shared_p
   // its error. But if the caller, the object's creator, is lost, the function runs: others may hold the object already.
   const bool orphan = (call->header.flags & kStore) && peer(call->caller).lost.load() && !closing_.load();
   const bool dropped = call->taken.exchange(true);
-  if (dropped || (call->cancelled.load(std::memory_order_acquire) && !orphan) || call->deadline.passed())
+  if (dropped || (call->cancelled.load(std::memory_order_acquire) && !orphan) || has_passed(call->deadline))
     return fail(call, std::make_exception_ptr(Aborted("the call was cancelled before it began")));
   const detail::CallContext::Scope scope({.call = call, .grad_mode = !(call->header.flags & kNoGrad)});
   const ProfilerEvent event("handler ", call->function->name, " <- ", workers_[static_cast<size_t>(call->caller)].name);

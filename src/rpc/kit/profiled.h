@@ -5,6 +5,9 @@
 
 #include <ATen/record_function.h>
 
+#include <optional>
+#include <utility>
+
 #include "base/text.h"
 
 namespace muster::rpc {
@@ -14,13 +17,13 @@ namespace muster::rpc {
 class ProfilerEvent {
  public:
   template <typename... Words>
-  explicit ProfilerEvent(const Words&... words) : event_(at::RecordScope::USER_SCOPE) {
-    if (event_.isActive()) [[unlikely]]
-      event_.before(text("muster:rpc ", words...));
+  explicit ProfilerEvent(const Words&... words) {
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]]
+      event_.emplace(std::move(*callbacks)).before(text("muster:rpc ", words...));
   }
 
  private:
-  at::RecordFunction event_;
+  std::optional<at::RecordFunction> event_;  // which takes longer to make and destroy than a call may cost here
 };
 
 }  // namespace muster::rpc
