@@ -312,6 +312,19 @@ class Dev(unittest.TestCase):
         self.assertRegex(hours, r"(?m)^ctest .* -R libfuzzer fuzz 3600$")
         self.assertEqual(hours.count("cmake --build"), log.count("cmake --build"))
 
+    def test_a_part_of_the_full_run(self):
+        self.make_torch(self.fake / "torch")
+        status, output, log = self.dev("test", "--full", "--tree", "asan", "-R", "Store")
+        self.assertEqual(status, 0, output)
+        self.assertEqual((self.checkout / "build/CTestTestfile.cmake").read_text(), "subdirs(asan)\n")
+        self.assertEqual(re.findall(r"--preset (\w+)", log), ["asan"])
+        self.assertRegex(log, r"(?m)^ctest --test-dir .* -R Store$")
+        for arguments in (["--full", "--tree"], ["--full", "--tree", "debug"], ["--tree", "asan"]):
+            status, output, log = self.dev("test", *arguments)
+            self.assertEqual(status, 1, output)
+            self.assertIn("--tree", output)
+            self.assertNotIn("ctest", log)
+
     def test_a_test_that_fails_fails(self):
         self.make_torch(self.fake / "torch")
         (self.fake / "tests-fail").touch()
