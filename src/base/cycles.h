@@ -3,6 +3,7 @@
 // Thread-safety: all functions.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -51,6 +52,9 @@ class FastClock {
       return mine.look();
     return mine.time_ + std::chrono::nanoseconds(static_cast<int64_t>(static_cast<double>(passed) * mine.cycle_ns_));
   }
+
+  // now(), but never before `began`: what began does not end earlier.
+  static Clock::time_point now_after(Clock::time_point began) { return std::max(began, now()); }
 
  private:
   Clock::time_point look();

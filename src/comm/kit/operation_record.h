@@ -121,7 +121,7 @@ class OperationRecord {
     } catch (...) {
       error_ = std::current_exception();
     }
-    const auto ended = std::max(began_, FastClock::now());  // which may step back
+    const auto ended = FastClock::now_after(began_);
     log_.end(ticket, error_, ended);
     if (!small_)
       counters_.add_blocked(ended - began_);

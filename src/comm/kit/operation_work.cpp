@@ -3,7 +3,6 @@
 #include <ATen/core/jit_type.h>
 #include <cxxabi.h>
 
-#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -83,7 +82,7 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     struct Account {
       OperationCounters& counters;
       Clock::time_point began;
-      ~Account() { counters.add_blocked(std::max(began, FastClock::now()) - began); }  // it may step back
+      ~Account() { counters.add_blocked(FastClock::now_after(began) - began); }
     } account{*counters_, began};
     const bool unlimited = timeout == kNoTimeout;
     if (unlimited && queue_) queue_->drive([this] { return isCompleted(); }, latest_);

@@ -15,7 +15,6 @@
 
 #include <sys/types.h>
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <functional>
@@ -122,7 +121,7 @@ class QueuedBackend : public Backend {
       const auto waits = [&] { ticket = log_.begin(call, dtype, bytes, shm::kNoSequence, began); };
       const auto ends = [&] {
         // A send that is done here has not waited; reading the clock again would take as long as the send.
-        if (call.kind != OpKind::kSend) ended = std::max(began, FastClock::now());  // it may step back
+        if (call.kind != OpKind::kSend) ended = FastClock::now_after(began);
         counters_->with_lock.add(bytes, ended - began);
       };
       if (!body(waits, ends)) return false;
