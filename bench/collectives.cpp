@@ -3,11 +3,12 @@
 //
 // `bytes` is the size of a rank's larger tensor: the tensor of all_reduce and broadcast, the output of all_gather, the
 // input of reduce_scatter and all_to_all. send_recv is a message and its answer; exchange is a message in each
-// direction, for which both ranks have posted a receive before they send.
+// direction, for which both ranks have posted a receive before they send. A time is that of the slowest rank.
 //
 // With --serve, each rank first prints its pid, and then rank 0 reads what to measure from its standard input, a line
 // "OP BYTES" at a time, and prints {"done": true} after the rows (bench/rounds.py).
 #include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <unistd.h>
@@ -74,7 +75,13 @@ void measure(const std::string& op, size_t bytes, muster::World& world) {
   for (const bool heap : {false, true}) {
     if (op == "floor" && !heap) continue;
     const auto call = call_of(op, static_cast<int64_t>(std::max<size_t>(1, bytes / sizeof(float))), world, heap);
-    const double seconds = bench::best_mean(bench::calls_for(bytes), call, [] { muster::barrier(); });
+    const auto slowest = [](double seconds) {
+      const Tensor all = at::full({}, seconds, at::kDouble);
+      muster::all_reduce(all, {.op = muster::ReduceOp::MAX});
+      return all.item<double>();
+    };
+    const double seconds = bench::best_mean(
+        bench::calls_for(bytes), call, [] { muster::barrier(); }, slowest);
     if (world.rank() != 0) continue;
     const char* const impl = op == "floor" ? "floor" : heap ? "muster-heap" : "muster";
     std::printf(R"({"bench": "collectives", "op": "%s", "bytes": %zu, "ranks": %d, "impl": "%s", "us": %.3f})"

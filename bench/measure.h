@@ -20,18 +20,26 @@ inline int calls_for(size_t bytes) {
   return std::min(most, bytes >= (size_t{1} << 22) ? 10 : bytes >= (size_t{1} << 18) ? 100 : 1000);
 }
 
-// Returns seconds per call. `align()` brings the ranks together before each repeat.
-template <typename Call, typename Align>
-double best_mean(int calls, Call call, Align align) {
+// Returns seconds per call. `align()` brings the ranks together before each repeat. `slowest(seconds)` returns the
+// largest of all ranks' seconds: a collective takes as long as its slowest rank, and the root of an MPI's broadcast has
+// only begun it when it returns.
+template <typename Call, typename Align, typename Slowest>
+double best_mean(int calls, Call call, Align align, Slowest slowest) {
   double best = 1e30;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
     call();
     align();
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < calls; ++i) call();
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / calls);
+    best = std::min(best,
+                    slowest(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / calls));
   }
   return best;
+}
+// The same for one rank.
+template <typename Call, typename Align>
+double best_mean(int calls, Call call, Align align) {
+  return best_mean(calls, call, align, [](double seconds) { return seconds; });
 }
 
 }  // namespace bench

@@ -33,8 +33,9 @@ from tables import SHOW
 
 def machine():
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {"bench": "machine", "date": date.today().isoformat(), "cpu": model, "cores": os.cpu_count(),
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {"bench": "machine", "date": date.today().isoformat(), "cpu": said.get("model name", "unknown"),
+            "family": said.get("cpu family"), "model": said.get("model"), "cores": os.cpu_count(),
             "kernel": platform.release()}
 
 

@@ -7,7 +7,7 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
-from rounds import REPEATS, Server, measure_case  # noqa: E402
+from rounds import REPEATS, Server, measure_case, measure_cases  # noqa: E402
 
 
 class FakeServer:
@@ -61,6 +61,23 @@ class Rounds(unittest.TestCase):
         ours = FakeServer({"muster": 1}, [10] * REPEATS)
         row, = measure_case([ours], FakeReference(range(1, 1000)), "all_reduce", 16, 1)
         self.assertEqual((row["slow_rounds"], row["copy_us"]), (1, 70.0))
+
+    def test_a_case_of_a_slow_state_that_was_not_known_yet_is_measured_again(self):
+        class Reference:  # the machine becomes fast after the first case
+            takes, fastest = [70.0] * 2 + [20.0] * 100, 70.0
+
+            def take(self):
+                us = self.takes.pop(0)
+                self.fastest = min(self.fastest, us)
+                return us
+
+            def is_slow(self, us):
+                return us > 1.5 * self.fastest
+
+        ours = FakeServer({"muster": 1}, [30, 12, 10])
+        rows = measure_cases(lambda op: [ours], Reference(), [("broadcast", 16), ("all_gather", 16)], 1)
+        self.assertEqual([(row["op"], row["us"], row["copy_us"]) for row in rows],
+                         [("broadcast", 10, 20.0), ("all_gather", 12, 20.0)])
 
     def test_a_server_is_stopped_while_it_is_not_asked(self):
         program = """
