@@ -1,7 +1,7 @@
 // Reads a black box (black_box.h) of a rank that may be running, hanging, or have died at any point.
 //
 // Nothing in the segment is trusted: lengths are bounded, control characters in names are replaced, and a record that
-// is being written, or that is invalid, is left out and counted. A segment with an invalid header is Corrupt.
+// is being written, or that is invalid, is left out and counted. A segment with an invalid header is a CorruptError.
 //
 // Thread-safety: all of it; a snapshot is a value.
 #pragma once

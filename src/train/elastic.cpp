@@ -64,11 +64,19 @@ std::vector<Position> positions_of_all(World& world, const Position& mine) {
   return positions;
 }
 
-std::string from_rank(int root, std::string bytes) {
+std::string from_rank(World& world, int root, std::string bytes) {
   const at::Tensor size = at::tensor({static_cast<int64_t>(bytes.size())}, at::kLong);
   broadcast(size, root);
   const auto count = size.item<int64_t>();
-  bytes.resize(static_cast<size_t>(count));
+  try {
+    bytes.resize(static_cast<size_t>(count));  // throws for less than 0, too
+  } catch (const std::exception&) {            // the others would wait for this rank
+    const std::string why =
+        text("rank ", world.rank(), " has no memory for the state of rank ", root, ", ", count, " bytes");
+    MUSTER_LOG(kError) << why;
+    world.abort(why);
+    throw;
+  }
   comm::broadcast_bytes(at::from_blob(bytes.data(), {count}, at::TensorOptions(at::kByte)), root);
   return bytes;
 }
@@ -307,7 +315,7 @@ bool run(State& state, const Setup& setup, const Options& options) {
         positions = positions_of_all(world, world.rank() == 0 ? snapshots.load_newest(&state) : here);
       const int furthest = furthest_of(positions);
       const Position& there = positions[static_cast<size_t>(furthest)];
-      std::string bytes = from_rank(furthest, world.rank() == furthest ? state.save() : std::string());
+      std::string bytes = from_rank(world, furthest, world.rank() == furthest ? state.save() : std::string());
       // A rank that is as far keeps state that is not shared, such as the statistics of a BatchNorm.
       const bool behind = world.rank() != furthest && (here.steps < 0 || here.steps < there.steps);
       if (behind) state.load(bytes);

@@ -14,6 +14,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLook{100};    // a wait checks this often whether the epoch is over
 constexpr milliseconds kTry{1000};    // one try of a call; then comes such a check
 constexpr milliseconds kCall{60000};  // all tries of a call together
+constexpr milliseconds kWord{5000};   // a wait for the launcher's next word; then comes a look whether to stop
 
 std::string over(int64_t epoch) { return text("epoch ", epoch, " of the job is over"); }
 
@@ -31,8 +32,9 @@ Launcher::~Launcher() {
     stop_ = true;
   }
   try {
+    const store::CallsBy soon{Deadline::after(kTry)};
     store_->set(word_, "");  // wakes the thread, which watches this key
-  } catch (const Error&) {   // the launcher is gone; then the thread's watch has failed, too
+  } catch (const Error&) {   // the launcher is gone or silent; then the thread's watch ends by itself
   }
   thread_.join();
 }
@@ -40,7 +42,14 @@ Launcher::~Launcher() {
 void Launcher::listen() {
   try {
     for (uint64_t version = 0;;) {
-      const auto said = store_->watch(word_, version, Deadline::never());
+      Store::Versioned said;
+      try {
+        said = store_->watch(word_, version, Deadline::after(kWord));
+      } catch (const TimeoutError&) {
+        const std::lock_guard lock(mutex_);
+        if (stop_) return;
+        continue;
+      }
       version = said.version;
       const auto word = said.value ? launch::elastic_word(*said.value) : std::nullopt;
       const std::lock_guard lock(mutex_);

@@ -1,6 +1,7 @@
 // The backend as PyTorch's ProcessGroup uses it: without a World, with c10d's names and errors.
 #include "muster/comm/process_group.h"
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
@@ -217,6 +218,13 @@ TEST(ProcessGroup, AForkCannotWaitForItsParentsMessages) {
   EXPECT_TRUE(in[0].equal(out[0]));
 }
 
+c10::intrusive_ptr<comm::Backend> backend_of(const std::string& name, const std::shared_ptr<Store>& store, int rank) {
+  return comm::create_backend(
+      name,
+      {.group = {.name = "test", .store_prefix = "test", .store = store, .rank = rank, .size = 2, .timeout = kPatience},
+       .host = {.watch = std::make_shared<shm::PeerWatch>()}});
+}
+
 // A callback of a future may release the last reference to the backend, in one of the backend's own threads. Then the
 // membership ends inside the callback, the peer sees that, and the callback goes on.
 class LastReference : public testing::TestWithParam<std::tuple<std::string, c10d::OpType>> {};
@@ -224,13 +232,6 @@ class LastReference : public testing::TestWithParam<std::tuple<std::string, c10d
 TEST_P(LastReference, MayBeReleasedInACallback) {
   const auto& [name, type] = GetParam();
   const auto store = make_memory_store();
-  const auto backend_of = [&, &name = name](int rank) {
-    return comm::create_backend(
-        name,
-        {.group =
-             {.name = "test", .store_prefix = "test", .store = store, .rank = rank, .size = 2, .timeout = kPatience},
-         .host = {.watch = std::make_shared<shm::PeerWatch>()}});
-  };
   const auto submit = [&type = type](comm::Backend& backend, at::Tensor& tensor) {
     if (type == c10d::OpType::ALLREDUCE) return backend.submit({.kind = comm::OpKind::kAllReduce, .tensor = tensor});
     const bool sends = backend.getRank() == 1;
@@ -238,8 +239,8 @@ TEST_P(LastReference, MayBeReleasedInACallback) {
         {.kind = sends ? comm::OpKind::kSend : comm::OpKind::kRecv, .peer = 1 - backend.getRank(), .tensor = tensor});
   };
   std::promise<void> hooked, released;
-  std::thread peer([&] {
-    const auto backend = backend_of(1);
+  std::thread peer([&, &name = name] {
+    const auto backend = backend_of(name, store, 1);
     at::Tensor tensor = at::ones({1000});
     hooked.get_future().wait();
     submit(*backend, tensor)->wait();
@@ -247,7 +248,7 @@ TEST_P(LastReference, MayBeReleasedInACallback) {
     EXPECT_THROW(backend->run({.kind = comm::OpKind::kBarrier}), PeerLost);
   });
   at::Tensor tensor = at::ones({1000});
-  std::vector<c10::intrusive_ptr<comm::Backend>> owners = {backend_of(0)};
+  std::vector<c10::intrusive_ptr<comm::Backend>> owners = {backend_of(name, store, 0)};
   std::thread::id ran_in;
   {
     const auto work = submit(*owners[0], tensor);
@@ -270,6 +271,39 @@ INSTANTIATE_TEST_SUITE_P(Backends, LastReference,
                            return std::get<0>(info.param) +
                                   (std::get<1>(info.param) == c10d::OpType::RECV ? "_recv" : "_all_reduce");
                          });
+
+// A message may hold the last reference to its tensor, whose memory is the user's. What the user does when it is
+// released may need the backend.
+class LastTensor : public testing::TestWithParam<std::string> {};
+
+TEST_P(LastTensor, MayUseTheBackendWhenItIsReleased) {
+  const auto store = make_memory_store();
+  std::promise<void> posted;
+  std::thread peer([&] {
+    const auto backend = backend_of(GetParam(), store, 1);
+    posted.get_future().wait();
+    backend->run({.kind = comm::OpKind::kSend, .peer = 0, .tensor = at::ones({1000})});
+    const at::Tensor answer = at::zeros({1});
+    backend->run({.kind = comm::OpKind::kRecv, .peer = 0, .tensor = answer});
+    EXPECT_EQ(answer.item<float>(), 7);
+  });
+  const auto backend = backend_of(GetParam(), store, 0);
+  std::vector<float> memory(1000);
+  std::promise<std::thread::id> released_in;
+  {
+    const auto release = [&](void*) {
+      released_in.set_value(std::this_thread::get_id());
+      backend->submit({.kind = comm::OpKind::kSend, .peer = 1, .tensor = at::full({1}, memory[999] * 7)});
+    };
+    backend->submit({.kind = comm::OpKind::kRecv, .peer = 1, .tensor = at::from_blob(memory.data(), {1000}, release)});
+  }
+  posted.set_value();
+  peer.join();
+  EXPECT_NE(released_in.get_future().get(), std::this_thread::get_id()) << "a thread of the backend was to release the tensor";
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, LastTensor, testing::Values("shm", "gloo"),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace muster::test

@@ -1,5 +1,5 @@
 // Feeds bytes that nobody should send to the parser of frames, in portions of any size. The parser must return the
-// frames that were written, or throw Corrupt. It must not read beyond the bytes, nor take much more memory than came.
+// frames that were written, or throw CorruptError. It must not read beyond the bytes, nor take much more memory than came.
 //
 //   MUSTER_FUZZ_ROUNDS=1000000 transport_tests --gtest_filter='FrameFuzz.*'
 //   MUSTER_FUZZ_SEED=77 MUSTER_FUZZ_ROUNDS=1 transport_tests --gtest_filter='FrameFuzz.*'   # round 77 of seed 0
@@ -80,7 +80,7 @@ Frame frame_of(FrameParser& parser) {
   return frame;
 }
 
-// Feeds `bytes` in portions, some of them into room(). False: Corrupt.
+// Feeds `bytes` in portions, some of them into room(). False: CorruptError.
 bool parse(FrameParser& parser, std::string_view bytes, Dice& dice, std::vector<Frame>* frames) {
   try {
     while (!bytes.empty()) {

@@ -199,7 +199,7 @@ TEST_F(FailureReport, AKillIsSaidToBeNoLackOfMemoryWhereTheKernelKnows) {
 
 TEST_F(FailureReport, ARankThatTheKernelKillsForItsMemoryRanOutOfMemory) {
   const MemoryLimit limit(size_t{64} << 20);
-  if (!limit.why_not().empty()) GTEST_SKIP() << limit.why_not();
+  if (!limit.unavailable_reason().empty()) GTEST_SKIP() << limit.unavailable_reason();
   Process job(limit.around(run_of({"-n", "2"}, {"eat", "1"})));
   EXPECT_EQ(job.finish(), 128 + SIGKILL);
   EXPECT_THAT(

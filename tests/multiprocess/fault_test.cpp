@@ -319,7 +319,8 @@ TEST(FaultPlan, Parse) {
   EXPECT_TRUE(FaultPlan::parse("").empty());
   for (const char* bad : {"explode:rank=1", "kill", "kill:rank", "kill:rank=x", "kill:rank=1x", "kill:operation=-1",
                           "kill:phase=late", "kill:when=now", "kill:rank=99999999999", ":rank=1", "delay:ms=1.5"})
-    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { FaultPlan::parse(bad); }), "is not a fault") << bad;
+    EXPECT_CONTAINS(message_of<InvalidArgument>([&] { FaultPlan::parse(bad); }), "a fault: expected action:key=value")
+        << bad;
 }
 
 // --- ranks as processes ---

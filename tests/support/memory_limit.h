@@ -30,20 +30,20 @@ class MemoryLimit {
       const bool first = (line.substr(colon, path - colon) + ',').find("memory,") != std::string::npos;
       if (!first && !line.starts_with("0::/")) continue;
       limit(text("/sys/fs/cgroup", first ? "/memory" : "", line.substr(path + 1)), first, bytes);
-      if (why_not_.empty()) return;
+      if (unavailable_reason_.empty()) return;
     }
   }
   MemoryLimit(const MemoryLimit&) = delete;
   MemoryLimit& operator=(const MemoryLimit&) = delete;
   ~MemoryLimit() {
-    if (!why_not_.empty()) return;
+    if (!unavailable_reason_.empty()) return;
     // The kernel may hold it for a moment longer than its last process.
     for (const auto end = patience(); ::rmdir(folder_.c_str()) != 0 && errno == EBUSY && !end.passed();)
       ::poll(nullptr, 0, 1);
   }
 
   // Why there is none; empty if there is one.
-  const std::string& why_not() const { return why_not_; }
+  const std::string& unavailable_reason() const { return unavailable_reason_; }
 
   // The command, with itself and its children in the group.
   std::vector<std::string> around(const std::vector<std::string>& command) const {
@@ -57,19 +57,19 @@ class MemoryLimit {
   void limit(const std::filesystem::path& own, bool first, size_t bytes) {
     folder_ = own / text("muster-test-", ::getpid());
     if (::mkdir(folder_.c_str(), 0755) != 0) {
-      why_not_ = text("no control group can be made in ", own.string(), ": ", std::strerror(errno));
+      unavailable_reason_ = text("no control group can be made in ", own.string(), ": ", std::strerror(errno));
       return;
     }
     if (write(first ? "memory.limit_in_bytes" : "memory.max", bytes)) {
       if (write(first ? "memory.memsw.limit_in_bytes" : "memory.swap.max", first ? bytes : 0) || !swaps()) {
-        why_not_.clear();
+        unavailable_reason_.clear();
         return;
       }
-      why_not_ = "the kernel does not count what a control group swaps";
+      unavailable_reason_ = "the kernel does not count what a control group swaps";
       ::rmdir(folder_.c_str());
       return;
     }
-    why_not_ = text("a control group in ", own.string(), " cannot limit memory");
+    unavailable_reason_ = text("a control group in ", own.string(), " cannot limit memory");
     ::rmdir(folder_.c_str());
   }
   static bool swaps() {
@@ -85,7 +85,7 @@ class MemoryLimit {
   }
 
   std::filesystem::path folder_;
-  std::string why_not_ = "this system has no control groups for memory";
+  std::string unavailable_reason_ = "this system has no control groups for memory";
 };
 
 }  // namespace muster::test

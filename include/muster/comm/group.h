@@ -88,8 +88,8 @@ class Group {
 
   std::string_view backend_name() const;  // "shm", …
   CommStats stats() const;
-  // By rank, of all collectives so far; a backend over a wire leaves out the last one (docs/backends.md). Empty for a
-  // backend that cannot tell.
+  // By rank, of all collectives so far; a backend over a wire leaves out the last one, and nccl those of CUDA tensors
+  // (docs/backends.md). Empty for a backend that cannot tell.
   std::vector<Straggler> stragglers() const;
   // One sentence that names the rank (or host) that holds up the others: it comes last to at least two thirds of the
   // collectives, and costs at least `at_least` and a twentieth of the time since the group was made. "" if there is

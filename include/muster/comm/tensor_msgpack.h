@@ -7,7 +7,7 @@
 // be packed, such as references to remote objects.
 //
 // Errors while packing: InvalidArgument, for a tensor that cannot be in a stream (sparse, quantized, not on the CPU).
-// While unpacking: msgpack::type_error, which the caller turns into Corrupt. Thread-safety: the context is per thread.
+// While unpacking: msgpack::type_error, which the caller turns into CorruptError. Thread-safety: the context is per thread.
 #pragma once
 
 #if !__has_include(<msgpack.hpp>)

@@ -91,6 +91,7 @@ struct LaunchOptions {
   RankOutput output = RankOutput::kInherit;
   // From the end of a rank that only reports the loss of another rank, to SIGTERM for the others. The lost rank has
   // this time to end, which shows the cause. The launcher may learn of failures this close together in the wrong order.
+  // This time and the next two are a day at most.
   std::chrono::milliseconds settle{50};
   std::chrono::milliseconds grace{700};        // from SIGTERM to SIGKILL after a rank failed
   std::chrono::milliseconds stop_grace{5000};  // from a forwarded SIGINT, SIGTERM, SIGHUP or SIGQUIT to SIGKILL

@@ -16,7 +16,7 @@
 // are copied; a std::span arrives as a std::vector, a std::string_view as a std::string. With `store` (rpc::remote) the
 // result stays as an object: what a unique_ptr or shared_ptr points to, or the value itself.
 //
-// Errors: Outcome::error has what a function throws; find_function() throws InvalidArgument, decode() Corrupt.
+// Errors: Outcome::error has what a function throws; find_function() throws InvalidArgument, decode() CorruptError.
 // Thread-safety: any thread may read the table without a lock, also while a library that is being loaded adds to it.
 #pragma once
 

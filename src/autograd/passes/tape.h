@@ -15,7 +15,7 @@
 // callee: rpc::remote, or in an object), or to another worker: then the caller has a ReceiveNode for it too.
 //
 // On the wire: Header::context has the context's id, kRecorded and kOrdered; the note of a call has its path, if it has
-// one, and that of a result the list (tape.cpp). Both are checked as they are read: Corrupt.
+// one, and that of a result the list (tape.cpp). Both are checked as they are read: CorruptError.
 //
 // A call has a path if it is made in a context, if its program wants deterministic algorithms (ordered_sums.h), or if
 // it is made by the handler of a call that has one.

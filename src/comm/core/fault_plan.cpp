@@ -10,7 +10,7 @@ namespace {
 
 [[noreturn]] void bad(std::string_view piece) {
   throw InvalidArgument(
-      text("'", piece, "' is not a fault"),
+      text("a fault: expected action:key=value,…, got '", piece, "'"),
       "Write action:key=value,… with action kill, stop, delay or corrupt and keys rank, operation, phase (start, "
       "posted, middle, end), ms and group; several faults are separated by ';'");
 }

@@ -68,6 +68,10 @@ class QueuedBackend : public Backend {
   void shutdown() final { leave({}); }
   void release_resources() final { leave({}); }  // called instead of the destructor if weak references are left
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
+  // Aborted if this process is a fork of the member: its operations would be taken for the parent's.
+  void check_fork() const {
+    if (forks_ != fork_count()) throw_forked();
+  }
 
  protected:
   using WorkPtr = c10::intrusive_ptr<OperationWork>;
@@ -149,10 +153,6 @@ class QueuedBackend : public Backend {
   // finds the object still there when the callback returns. Null before the first message, and after the membership.
   std::shared_ptr<void> memory() const;
   bool has_left() const { return has_left_; }
-  // Aborted if this process is a fork of the member: its operations would be taken for the parent's.
-  void check_fork() const {
-    if (forks_ != fork_count()) throw_forked();
-  }
   [[noreturn]] void throw_forked() const;
   bool in_fork() const;  // this process is a fork of the member; the membership belongs to its parent
   int shown_rank(int rank) const final { return shown(rank); }

@@ -16,6 +16,14 @@
 namespace muster::launch {
 namespace {
 
+constexpr std::chrono::milliseconds kMostTime = std::chrono::hours(24);
+
+void check_time(std::string_view name, std::chrono::milliseconds time) {
+  if (time < std::chrono::milliseconds(0) || time > kMostTime)
+    throw InvalidArgument(text(name, ": expected 0 to ", kMostTime.count(), " ms (a day), got ", time.count(), " ms"),
+                          "Use a day or less");
+}
+
 void check(const HostOptions& hosts) {
   if (hosts.least < 1 || hosts.most < hosts.least)
     throw InvalidArgument(
@@ -29,9 +37,8 @@ void check(const HostOptions& hosts) {
         text("the patience: expected ", (2 * kBeat).count(), " ms or more, got ", hosts.patience.count(),
              " ms (a host gives a sign of life every ", kBeat.count(), " ms)"),
         "Use 1s or more");
-  if (hosts.last_call < std::chrono::milliseconds(0))
-    throw InvalidArgument(text("last_call: expected 0 ms or more, got ", hosts.last_call.count(), " ms"),
-                          "Use 0 or more milliseconds");
+  check_time("patience", hosts.patience);
+  check_time("last_call", hosts.last_call);
   if (hosts.node >= hosts.most)
     throw InvalidArgument(
         text("node: expected 0 to ", hosts.most - 1, " in a job of ", hosts.most, " hosts, got ", hosts.node),
@@ -45,10 +52,9 @@ void check(const LaunchOptions& options) {
     throw InvalidArgument(
         text("the number of ranks on one host: expected at most ", kMaxRanks, ", got ", options.ranks),
         text("Use at most ", kMaxRanks));
-  if (options.settle.count() < 0 || options.grace.count() < 0 || options.stop_grace.count() < 0)
-    throw InvalidArgument(text("settle, grace and stop_grace: expected 0 ms or more, got ", options.settle.count(),
-                               ", ", options.grace.count(), " and ", options.stop_grace.count(), " ms"),
-                          "Use 0 or more milliseconds");
+  check_time("settle", options.settle);
+  check_time("grace", options.grace);
+  check_time("stop_grace", options.stop_grace);
   for (const auto& [name, value] : options.env)
     if (name.empty() || name.find_first_of(std::string_view("=\0", 2)) != std::string::npos ||
         value.find('\0') != std::string::npos)

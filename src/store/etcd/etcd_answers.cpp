@@ -35,7 +35,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Runs `read`; JSON that is not as expected becomes Corrupt.
+// Runs `read`; JSON that is not as expected becomes a CorruptError.
 template <typename Read>
 auto reading(Read read) {
   try {

@@ -56,15 +56,16 @@ std::shared_ptr<MpiGroup> Engine::join(const WireContext& site) {
   std::string first;
   for (const auto& key : keys) {
     const std::string said = site.store->get(key, site.deadline);
-    const std::string theirs = said.substr(said.find(' '));
+    const size_t end = said.find(' ');
+    const auto rank = store::number_of(said.substr(0, end), 0, INT32_MAX);
+    if (!rank || end == std::string::npos)
+      site.unavailable(text("the ranks of group '", site.group_name, "' cannot be read from the store"),
+                       "Look whether another program uses the same store");
+    const std::string theirs = said.substr(end);
     if (first.empty()) first = theirs;
     if (theirs != first)
       site.unavailable(text("the ranks of group '", site.group_name, "' were started by more than one mpirun"),
                        "Start all ranks with one mpirun");
-    const auto rank = store::number_of(said.substr(0, said.find(' ')), 0, INT32_MAX);
-    if (!rank)
-      site.unavailable(text("the ranks of group '", site.group_name, "' cannot be read from the store"),
-                       "Look whether another program uses the same store");
     ranks.push_back(static_cast<int>(*rank));
   }
   if (std::set<int>(ranks.begin(), ranks.end()).size() != ranks.size())

@@ -181,6 +181,7 @@ class NcclBackend final : public Backend {
     if (half().failed()) cpu_->run({.kind = OpKind::kBarrier});  // throws it
   }
   void require_no_failure() const {
+    half().check_fork();
     throw_failure();
     if (ended_) throw Aborted(text("group '", group_name_, "' is closing on rank ", getRank()));
   }
