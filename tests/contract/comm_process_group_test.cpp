@@ -299,7 +299,8 @@ TEST_P(LastTensor, MayUseTheBackendWhenItIsReleased) {
   }
   posted.set_value();
   peer.join();
-  EXPECT_NE(released_in.get_future().get(), std::this_thread::get_id()) << "a thread of the backend was to release the tensor";
+  EXPECT_NE(released_in.get_future().get(), std::this_thread::get_id())
+      << "a thread of the backend was to release the tensor";
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, LastTensor, testing::Values("shm", "gloo"),
