@@ -197,6 +197,7 @@ TEST_F(LaunchFunction, RefusesWhatCannotWork) {
   EXPECT_THROW(launch_function(1, {}), InvalidArgument);
   EXPECT_THROW(launch_function(1, nothing, {.grace = milliseconds(-1)}), InvalidArgument);
   EXPECT_THROW(launch_function(1, nothing, {.settle = milliseconds(-1)}), InvalidArgument);
+  EXPECT_THROW(launch_function(1, nothing, {.settle = milliseconds::max()}), InvalidArgument);
   EXPECT_THROW(launch_function(1, nothing, {.env = {{"A=B", "c"}}}), InvalidArgument);
   ::signal(SIGCHLD, SIG_IGN);
   EXPECT_THROW(launch_function(1, nothing), InvalidArgument);
