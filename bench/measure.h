@@ -36,6 +36,7 @@ double best_mean(int calls, Call call, Align align, Slowest slowest) {
   }
   return best;
 }
+
 // The same for one rank.
 template <typename Call, typename Align>
 double best_mean(int calls, Call call, Align align) {

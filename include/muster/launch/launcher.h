@@ -82,6 +82,7 @@ struct HostOptions {
   std::string address;      // of this host, for the others; empty: the address from which it reaches the rendezvous
   std::chrono::milliseconds timeout{300000};  // for the launchers to meet
   // A launcher that is silent for this long is lost; docs/rendezvous.md says how long a silent store is tolerated.
+  // At most a day, as last_call.
   std::chrono::milliseconds patience{5000};
 };
 
