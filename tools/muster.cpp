@@ -42,13 +42,13 @@ int parse_ranks(const std::string& word) {
 
 // "700", "700ms" or "2s".
 milliseconds parse_time(const std::string& option, const std::string& word) {
-  constexpr int64_t kLongest = 24 * 3600 * 1000;
+  constexpr int64_t kMax = muster::launch::kMaxTime.count();
   int64_t number = -1;
   const char* end = word.data() + word.size();
   const auto [stop, error] = std::from_chars(word.data(), end, number);
   const std::string unit(stop, end);
-  if (unit == "s" && number <= kLongest) number *= 1000;
-  if (error != std::errc() || number < 0 || number > kLongest || (unit != "" && unit != "ms" && unit != "s"))
+  if (unit == "s" && number <= kMax) number *= 1000;
+  if (error != std::errc() || number < 0 || number > kMax || (unit != "" && unit != "ms" && unit != "s"))
     throw InvalidArgument(text(option, ": expected a time in ms or s, of at most a day, got '", word, "'"),
                           text("Use for example ", option, " 700ms or ", option, " 2s"));
   return milliseconds(number);

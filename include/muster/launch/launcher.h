@@ -52,6 +52,7 @@
 namespace muster::launch {
 
 inline constexpr int kMaxRanks = 4096;
+inline constexpr std::chrono::milliseconds kMaxTime = std::chrono::hours(24);  // where a comment says so
 
 // Where the ranks' standard output and standard error go. This process forwards whole lines to its own output and
 // error, except with kInherit, where the ranks' standard output is this process's own descriptor.
@@ -82,7 +83,7 @@ struct HostOptions {
   std::string address;      // of this host, for the others; empty: the address from which it reaches the rendezvous
   std::chrono::milliseconds timeout{300000};  // for the launchers to meet
   // A launcher that is silent for this long is lost; docs/rendezvous.md says how long a silent store is tolerated.
-  // At most a day, as last_call.
+  // At most kMaxTime, as last_call.
   std::chrono::milliseconds patience{5000};
 };
 
@@ -92,7 +93,7 @@ struct LaunchOptions {
   RankOutput output = RankOutput::kInherit;
   // From the end of a rank that only reports the loss of another rank, to SIGTERM for the others. The lost rank has
   // this time to end, which shows the cause. The launcher may learn of failures this close together in the wrong order.
-  // This time and the next two are a day at most.
+  // This time and the next two are at most kMaxTime.
   std::chrono::milliseconds settle{50};
   std::chrono::milliseconds grace{700};        // from SIGTERM to SIGKILL after a rank failed
   std::chrono::milliseconds stop_grace{5000};  // from a forwarded SIGINT, SIGTERM, SIGHUP or SIGQUIT to SIGKILL

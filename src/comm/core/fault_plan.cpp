@@ -9,10 +9,10 @@ namespace muster {
 namespace {
 
 [[noreturn]] void bad(std::string_view piece) {
-  throw InvalidArgument(
-      text("a fault: expected action:key=value,…, got '", piece, "'"),
-      "Write action:key=value,… with action kill, stop, delay or corrupt and keys rank, operation, phase (start, "
-      "posted, middle, end), ms and group; several faults are separated by ';'");
+  throw InvalidArgument(text("a fault: expected action:key=value,…, got '", piece, "'"),
+                        "The actions are kill, stop, delay and corrupt; the keys are rank, operation, phase (start, "
+                        "posted, middle, end), "
+                        "ms and group. Separate several faults by ';'");
 }
 
 std::string_view take_until(std::string_view& rest, char separator) {

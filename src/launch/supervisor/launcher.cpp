@@ -16,11 +16,9 @@
 namespace muster::launch {
 namespace {
 
-constexpr std::chrono::milliseconds kMostTime = std::chrono::hours(24);
-
 void check_time(std::string_view name, std::chrono::milliseconds time) {
-  if (time < std::chrono::milliseconds(0) || time > kMostTime)
-    throw InvalidArgument(text(name, ": expected 0 to ", kMostTime.count(), " ms (a day), got ", time.count(), " ms"),
+  if (time < std::chrono::milliseconds(0) || time > kMaxTime)
+    throw InvalidArgument(text(name, ": expected 0 to ", kMaxTime.count(), " ms (a day), got ", time.count(), " ms"),
                           "Use a day or less");
 }
 
