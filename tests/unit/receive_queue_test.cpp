@@ -50,9 +50,11 @@ TEST(ReceiveQueue, ReceivesThatAreLateEndOneAfterAnother) {
 }
 
 TEST(ReceiveQueue, ACallbackMayReceiveAndStop) {
-  auto queue = std::make_shared<ReceiveQueue>([] { return nullptr; });
   std::atomic<bool> first = false, second = false, third = false;
   std::promise<void> nested, stopped;
+  const auto owner = std::make_shared<std::weak_ptr<ReceiveQueue>>();
+  const auto queue = std::make_shared<ReceiveQueue>([owner] { return owner->lock(); });
+  *owner = queue;  // the thread that stops the queue needs it for longer than this test
   queue->add(1, Deadline::never(), until(first, [&](Turn) {
                std::promise<void> inner;
                queue->add(1, Deadline::never(), until(second, [&](Turn) { inner.set_value(); }));
