@@ -19,7 +19,7 @@ import math
 import statistics
 from pathlib import Path
 
-from rounds import Reference, Server, measure_round
+from rounds import Server, measure_round
 from run import machine
 from runner import Runner, output_of
 
@@ -41,8 +41,6 @@ def figure(row):
 
 
 class Comparison:
-    reference = None  # one for all jobs: it knows the fastest copy that was seen
-
     def __init__(self, args):
         self.args = args
         self.sides = {side: Runner(argparse.Namespace(build=build, ranks=2)) for side, build in
@@ -58,8 +56,6 @@ class Comparison:
         cases = [(op, size) for op in self.args.ops if ranks == 2 or op != "send_recv" for size in self.args.sizes]
         if set(OPS) <= set(self.args.ops):
             cases.append(("barrier", 8))
-        if not self.reference:
-            self.reference = Reference([self.sides["now"].program("bench_reference")])
         rounds = {case: [] for case in cases}
         for _ in range(self.args.jobs):
             servers = {}
@@ -68,7 +64,7 @@ class Comparison:
                     servers[side] = Server(runner.job("bench_collectives", "--serve", ranks=ranks), ranks, runner.env)
                 for case, taken in rounds.items():
                     for sides in self.turns():
-                        found, _, _ = measure_round([servers[side] for side in sides], self.reference, *case)
+                        found, _, _ = measure_round([servers[side] for side in sides], self.sides["now"].reference, *case)
                         taken.append(dict(zip(sides, found)))
             finally:
                 for server in servers.values():

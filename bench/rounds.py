@@ -102,10 +102,6 @@ class Reference:
 
     def is_slow(self, us):
         return us is not None and us > SLOW * self.fastest
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
         self.process.stdout.close()
 
 

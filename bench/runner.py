@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
+
+from rounds import Reference
 
 HERE = Path(__file__).resolve().parent
 INTEL_MPI = Path(os.environ.get("I_MPI_ROOT", sys.prefix))  # its own variable, or where pip installs it
@@ -71,6 +74,11 @@ class Runner:
     def program(self, name):
         """Returns the path of one of Muster's programs."""
         return str(self.build / "bench" / name)
+
+    @cached_property
+    def reference(self):
+        """One for all of a run: it knows the fastest copy that was seen. It ends with this process."""
+        return Reference([self.program("bench_reference")])
 
     def job(self, name, *flags, ranks=None):
         """Returns the command that runs one of Muster's programs on all ranks."""

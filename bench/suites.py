@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 
-from rounds import Reference, Server, measure_cases
+from rounds import Server, measure_cases
 from runner import peer_script
 from sandbox import TwoHosts
 from training_suites import TrainingSuites
@@ -20,8 +20,6 @@ ALL_SIZES = [16, *(1 << shift for shift in range(10, 27, 2))]
 
 class Suites(TrainingSuites):
     """A method is a benchmark if tables.SHOW has its name. It returns rows."""
-
-    reference = None  # one for all of a run: it knows the fastest copy that was seen
 
     def collectives(self, cases, ranks=None, bound="none", launcher=None, gloo=True, most_calls=None):
         """Measures cases, (op, bytes). `bound`: whether each rank is bound to a core. `launcher`: "openmpi" starts
@@ -41,8 +39,6 @@ class Suites(TrainingSuites):
 
     def measured(self, commands, cases, ranks, env):
         """Measures cases with all implementations whose commands are not None. The first is Muster."""
-        if not self.reference:
-            self.reference = Reference([self.program("bench_reference")])
         servers = []
         try:
             for command in commands:
